@@ -1,0 +1,1 @@
+"""Hybrid-attention language models in JAX."""

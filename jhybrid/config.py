@@ -1,0 +1,303 @@
+"""Every setting as frozen data: model, data, optimizer, mesh, training. Imports no JAX.
+
+A config file is a Python file with `def config() -> Experiment`. Variants are made by
+`dataclasses.replace` or, on the command line, by `serialization.override`.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Literal
+
+from jhybrid.errors import UserError
+
+_frozen = dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+
+
+def require(condition: bool, message: str) -> None:
+    if not condition:
+        raise UserError(message)
+
+
+def _require_multiple(name: str, value: int, of_name: str, of: int) -> None:
+    require(of > 0 and value % of == 0, f"{name}={value} must be a multiple of {of_name}={of}")
+
+
+# ---- Mixers: how tokens see each other ----
+
+
+@_frozen
+class SoftmaxConfig:
+    """Causal softmax attention with grouped key/value heads."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope_theta: float | None = 10_000.0  # None: no position encoding
+    qk_norm: bool = False
+    window: int | None = None  # keys each query sees, itself included
+
+    def __post_init__(self):
+        _require_multiple("mixer.num_heads", self.num_heads, "num_kv_heads", self.num_kv_heads)
+        require(self.head_dim % 2 == 0 or self.rope_theta is None, "mixer.head_dim must be even")
+        require(self.window is None or self.window > 0, "mixer.window must be positive")
+
+
+@_frozen
+class GatedDeltaNetConfig:
+    """Gated DeltaNet (arXiv 2412.06464): a recurrent state with decay and delta-rule writes."""
+
+    num_heads: int  # query/key heads
+    key_dim: int  # per head
+    value_dim: int  # per head
+    num_value_heads: int | None = None  # None: num_heads
+    conv_width: int = 4
+    negative_eigenvalues: bool = False  # beta in (0, 2) instead of (0, 1)
+
+    def __post_init__(self):
+        _require_multiple("mixer.num_value_heads", self.value_heads, "num_heads", self.num_heads)
+
+    @property
+    def value_heads(self) -> int:
+        return self.num_value_heads or self.num_heads
+
+
+@_frozen
+class ChunkRoutedConfig:
+    """NAtS-L (arXiv 2602.03681): each chunk of tokens, per head, goes to softmax or to GDN."""
+
+    num_heads: int  # GDN heads = routing heads
+    key_dim: int  # per GDN head
+    value_dim: int  # per GDN head
+    num_softmax_heads: int  # a multiple of num_heads; they re-slice the same q, k, v
+    chunk_size: int = 64
+    conv_width: int = 4
+    rope_theta: float | None = None  # softmax branch only
+    qk_norm: bool = True  # softmax branch; the GDN branch always L2-normalises
+    fusion_weights: bool = True
+    decay_softmax_chunks: bool = True
+    sampler: Literal["argmax", "gumbel"] = "argmax"
+    gdn_counterfactual_grad: bool = False  # score gradient also where GDN was not chosen
+    truncate_intra_softmax_grad: bool = False  # reproduces the authors' released backward
+
+    def __post_init__(self):
+        split = self.num_softmax_heads
+        _require_multiple("mixer.num_softmax_heads", split, "num_heads", self.num_heads)
+        for name in ("key_dim", "value_dim"):
+            total = getattr(self, name) * self.num_heads
+            _require_multiple(f"mixer.{name}*num_heads", total, "num_softmax_heads", split)
+        require(self.chunk_size > 0, "mixer.chunk_size must be positive")
+
+    @property
+    def softmax_key_dim(self) -> int:
+        return self.num_heads * self.key_dim // self.num_softmax_heads
+
+    @property
+    def softmax_value_dim(self) -> int:
+        return self.num_heads * self.value_dim // self.num_softmax_heads
+
+
+MixerConfig = SoftmaxConfig | GatedDeltaNetConfig | ChunkRoutedConfig
+
+
+# ---- The model: a stack of blocks ----
+
+
+@_frozen
+class SwiGLUConfig:
+    width: int
+
+
+ChannelMixerConfig = SwiGLUConfig | None
+
+
+@_frozen
+class BlockConfig:
+    """x += mixer(norm(x)); then, if there is one, x += channel_mixer(norm(x))."""
+
+    mixer: MixerConfig
+    channel_mixer: ChannelMixerConfig
+    norm: Literal["rms", "layer"] = "rms"
+
+
+@_frozen
+class ModelConfig:
+    vocab_size: int
+    dim: int
+    blocks: tuple[BlockConfig, ...]
+    tied_head: bool = False
+    norm_eps: float = 1e-6
+    compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    param_dtype: Literal["bfloat16", "float32"] = "float32"
+    remat: Literal["none", "block", "dots", "mixer_outputs"] = "block"
+    scan_blocks: bool = True  # scan over the repeats of the layer pattern; False unrolls
+    loss_chunk_tokens: int = 2048  # tokens whose logits exist at once in training
+    implementation: Literal["auto", "reference", "xla", "pallas_tpu", "pallas_gpu"] = "auto"
+
+    def __post_init__(self):
+        require(len(self.blocks) > 0, "model.blocks must not be empty")
+        require(
+            self.vocab_size > 0 and self.dim > 0, "model.vocab_size and model.dim must be positive"
+        )
+        require(self.loss_chunk_tokens > 0, "model.loss_chunk_tokens must be positive")
+
+
+def pattern(blocks: Sequence[BlockConfig], depth: int) -> tuple[BlockConfig, ...]:
+    """The first `depth` entries of `blocks` repeated for ever."""
+    return tuple(blocks[i % len(blocks)] for i in range(depth))
+
+
+# ---- Data ----
+
+
+@_frozen
+class EmbeddedText:
+    """The public-domain prose shipped with the package."""
+
+    weight: float = 1.0
+
+
+@_frozen
+class TextFiles:
+    """Local .txt, .jsonl (field `text`), .gz of either: one document per file or line."""
+
+    paths: tuple[str, ...]  # files, folders or globs
+    weight: float = 1.0
+    text_field: str = "text"
+
+
+@_frozen
+class TokenRecords:
+    """ArrayRecord files written by `python -m jhybrid.data.prepare`."""
+
+    paths: tuple[str, ...]
+    weight: float = 1.0
+
+
+@_frozen
+class AssociativeRecall:
+    """Multi-query associative recall (Zoology, arXiv 2312.04927); loss on the answers only."""
+
+    weight: float = 1.0
+    num_pairs: int = 16
+    num_queries: int = 16
+    length: int = 256  # tokens per document
+    power: float = 0.01  # exponent of the gap distribution
+
+
+@_frozen
+class Needle:
+    """Synthetic needle-in-a-haystack documents in RULER's phrasing over the embedded prose."""
+
+    weight: float = 1.0
+    length: int = 512  # tokens per document
+    num_needles: int = 1
+    answer_only: bool = False  # loss on the answer only, not on the haystack
+
+
+SourceConfig = EmbeddedText | TextFiles | TokenRecords | AssociativeRecall | Needle
+
+
+@_frozen
+class DataConfig:
+    sources: tuple[SourceConfig, ...] = (EmbeddedText(),)
+    tokenizer: str = "bpe4096"  # "bpe4096" | "bytes" | path of a Hugging Face tokenizer.json
+    sequence_length: int = 1024
+    batch_size: int = 8  # sequences per optimizer step, over all devices and accumulation steps
+    document_alignment: int = (
+        64  # packed documents start at multiples of this; a multiple of every chunk size
+    )
+    seed: int = 0
+    validation_fraction: float = 0.05  # the tail of each text source
+    num_workers: int = 0  # Grain worker processes
+
+    def __post_init__(self):
+        require(len(self.sources) > 0, "data.sources must not be empty")
+        require(
+            all(s.weight > 0 for s in self.sources), "data.sources: every weight must be positive"
+        )
+        require(
+            self.sequence_length > 0 and self.batch_size > 0,
+            "data.sequence_length and data.batch_size must be positive",
+        )
+        require(0 < self.validation_fraction < 1, "data.validation_fraction must lie in (0, 1)")
+        require(self.document_alignment > 0, "data.document_alignment must be positive")
+
+
+# ---- Optimizer, devices, run ----
+
+
+@_frozen
+class OptimizerConfig:
+    """AdamW with warm-up and decay; see jhybrid/optimizer.py."""
+
+    learning_rate: float = 1e-3
+    final_fraction: float = 0.1  # of learning_rate, at the last step
+    schedule: Literal["cosine", "warmup_stable_decay"] = "cosine"
+    warmup_steps: int = 100
+    decay_steps: int = 0  # length of the final decay of warmup_stable_decay
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    decay_all: bool = (
+        False  # False: matrices only (no norms, biases, decay rates, embeddings kept in)
+    )
+    clip_norm: float = 1.0
+    accumulation_steps: int = 1
+    trainable: str = ".*"  # regular expression over parameter paths; the rest is frozen
+
+
+@_frozen
+class MeshConfig:
+    """Devices per mesh axis; their product is the number of devices used."""
+
+    data: int = 1
+    fsdp: int = 1
+    tensor: int = 1
+    context: int = 1
+
+    def __post_init__(self):
+        require(
+            min(self.data, self.fsdp, self.tensor, self.context) >= 1,
+            "mesh: every axis must be >= 1",
+        )
+        require(
+            self.context == 1, "mesh.context must be 1 (context parallelism does not exist yet)"
+        )
+
+
+@_frozen
+class TrainingConfig:
+    steps: int = 1000
+    seed: int = 0
+    log_every_steps: int = 10
+    eval_every_steps: int = 200  # 0: only after the last step
+    eval_batches: int = 8
+    checkpoint_every_steps: int = 200
+    keep_checkpoints: int = 2
+    max_skipped_steps: int = 100  # non-finite steps in a row before giving up
+
+
+@_frozen
+class Experiment:
+    name: str
+    model: ModelConfig
+    data: DataConfig = DataConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    mesh: MeshConfig = MeshConfig()
+    training: TrainingConfig = TrainingConfig()
+
+    def __post_init__(self):
+        rows = self.mesh.data * self.mesh.fsdp * self.optimizer.accumulation_steps
+        require(
+            self.data.batch_size % rows == 0,
+            f"data.batch_size={self.data.batch_size} must be a multiple of mesh.data*mesh.fsdp*"
+            f"optimizer.accumulation_steps={rows}",
+        )
+        for i, block in enumerate(self.model.blocks):
+            chunk = getattr(block.mixer, "chunk_size", 1)
+            require(
+                self.data.document_alignment % chunk == 0,
+                f"data.document_alignment={self.data.document_alignment} must be a multiple of "
+                f"model.blocks.{i}.mixer.chunk_size={chunk}",
+            )

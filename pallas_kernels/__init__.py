@@ -1,0 +1,1 @@
+"""Attention and recurrence ops with reference, XLA and Pallas implementations."""

@@ -1,0 +1,95 @@
+"""Which implementation of an op runs: one visible table per op, one pure choice.
+
+An op builds `Table`: implementation name -> `Candidate`. `choose` looks at nothing but its
+arguments, so the same call explains itself (`Choice.skipped`) in a test and at trace time.
+"""
+
+import dataclasses
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import jax
+
+Implementation = Literal["auto", "reference", "xla", "pallas_tpu", "pallas_gpu"]
+
+PREFERENCE: Mapping[str, tuple[str, ...]] = {
+    "tpu": ("pallas_tpu", "xla"),
+    "gpu": ("pallas_gpu", "xla"),
+    "cpu": ("xla",),
+}
+
+_logger = logging.getLogger("pallas_kernels")
+_announced: set[tuple] = set()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Target:
+    """The hardware a program is traced for, which may be another machine's (ahead of time)."""
+
+    platform: str  # "cpu" | "gpu" | "tpu"
+    device_kind: str  # as the runtime spells it, e.g. "NVIDIA H200", "TPU v6 lite"
+
+    @classmethod
+    def current(cls) -> "Target":
+        """The device of the mesh set by `jax.set_mesh`, else the default backend's."""
+        device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+        kind = device.device_kind if device is not None else jax.devices()[0].device_kind
+        if kind.lower().startswith("tpu"):
+            return cls("tpu", kind)
+        if kind.lower() in ("cpu", "interpreter"):
+            return cls("cpu", kind)
+        return cls("gpu", kind)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Candidate:
+    """One implementation: `run` has the op's signature; `unsupported` says why it cannot, or None."""
+
+    run: Callable[..., Any]
+    unsupported: Callable[[Any, Target], str | None] = lambda problem, target: None
+
+
+Table = Mapping[str, Candidate]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Choice:
+    name: str
+    skipped: tuple[tuple[str, str], ...]  # (implementation, why not), in order of preference
+
+
+def choose(table: Table, implementation: Implementation, problem: Any, target: Target) -> Choice:
+    """Picks the implementation for `problem` (hashable shapes, dtypes, options) on `target`.
+
+    Raises ValueError when a named implementation does not exist or cannot run, with its reason.
+    """
+    if implementation != "auto":
+        if implementation not in table:
+            raise ValueError(f"implementation={implementation!r}: choose one of {('auto', *table)}")
+        reason = table[implementation].unsupported(problem, target)
+        if reason is not None:
+            raise ValueError(f"implementation={implementation!r} cannot run here: {reason}")
+        return Choice(implementation, ())
+    skipped: list[tuple[str, str]] = []
+    for name in PREFERENCE[target.platform]:
+        if name not in table:
+            skipped.append((name, "not written yet"))
+            continue
+        reason = table[name].unsupported(problem, target)
+        if reason is None:
+            return Choice(name, tuple(skipped))
+        skipped.append((name, reason))
+    raise ValueError(f"no implementation runs {problem} on {target}: {skipped}")
+
+
+def resolve(op: str, table: Table, implementation: Implementation, problem: Any) -> Candidate:
+    """`choose` for the current target; says once per op and problem what `auto` skipped and why."""
+    target = Target.current()
+    choice = choose(table, implementation, problem, target)
+    key = (op, problem, target)
+    if choice.skipped and key not in _announced:
+        _announced.add(key)
+        why = "; ".join(f"{name}: {reason}" for name, reason in choice.skipped)
+        _logger.info("%s runs on %s (skipped %s)", op, choice.name, why)
+    return table[choice.name]
