@@ -5,23 +5,61 @@ import dataclasses
 import json
 import types
 import typing
+from collections.abc import Sequence
 from typing import Any, Literal, Union
 
 from jhybrid.config import Experiment, require
 from jhybrid.errors import UserError
 
 
-def to_json(config: Any, *, indent: int | None = 2) -> str:
-    return json.dumps(_encode(config), indent=indent)
+def to_json(config: Any) -> str:
+    """Any config object as JSON; each nested config carries its class name as `kind`."""
+    return json.dumps(_encode(config), indent=2)
 
 
 def from_json(text: str) -> Experiment:
-    """Rebuilds an Experiment; unknown and missing fields are errors."""
+    """Rebuilds an Experiment. Unknown or missing fields and wrong types raise UserError."""
     try:
         data = json.loads(text)
     except json.JSONDecodeError as error:
         raise UserError(f"config: not valid JSON ({error})") from None
-    return _decode(data, Experiment, "config")
+    return _decode(data, Experiment, "")
+
+
+def override(experiment: Experiment, assignments: Sequence[str]) -> Experiment:
+    """Applies "a.b=c" assignments in order, then validates once.
+
+    List items go by index, or `*` for all of them: `model.blocks.*.mixer.chunk_size=128`.
+    """
+    tree = _encode(experiment)
+    for assignment in assignments:
+        path, equals, text = assignment.partition("=")
+        require(bool(equals), f"--set {assignment!r}: expected path=value")
+        try:
+            value = ast.literal_eval(text)
+        except (ValueError, SyntaxError):
+            value = text
+        _assign(tree, path.strip().split("."), value, "")
+    return _decode(tree, Experiment, "")
+
+
+def _assign(node: Any, path: list[str], value: Any, where: str) -> None:
+    key, rest = path[0], path[1:]
+    here = _join(where, key)
+    if isinstance(node, list):
+        known = key == "*" or (key.isdigit() and int(key) < len(node))
+        require(known, f"{here}: expected * or an index below {len(node)}")
+        keys: Sequence[Any] = range(len(node)) if key == "*" else [int(key)]
+    else:
+        require(isinstance(node, dict), f"{here}: {where} has no fields")
+        fields = [name for name in node if name != "kind"]
+        require(key in fields, f"{here}: unknown field; known: {', '.join(fields)}")
+        keys = [key]
+    for each in keys:
+        if rest:
+            _assign(node[each], rest, value, _join(where, each))
+        else:
+            node[each] = value
 
 
 def _encode(value: Any) -> Any:
@@ -33,96 +71,53 @@ def _encode(value: Any) -> Any:
     return value
 
 
-def _describe(kind: Any) -> str:
-    return getattr(kind, "__name__", None) or str(kind).replace("typing.", "")
-
-
 def _decode(value: Any, kind: Any, path: str) -> Any:
-    """Checks `value` (JSON or Python literals) against annotation `kind` and builds it."""
-    origin = typing.get_origin(kind)
+    """Builds annotation `kind` from JSON or Python literals, checking every type on the way."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is Literal:
-        require(
-            value in typing.get_args(kind),
-            f"{path}={value!r}: choose one of {typing.get_args(kind)}",
-        )
+        require(value in arguments, f"{path}={value!r}: choose one of {arguments}")
         return value
     if origin in (Union, types.UnionType):
-        options = typing.get_args(kind)
-        if value is None and type(None) in options:
-            return None
-        options = [o for o in options if o is not type(None)]
-        if isinstance(value, dict):
-            by_name = {o.__name__: o for o in options if dataclasses.is_dataclass(o)}
-            name = value.get("kind")
-            require(name in by_name, f"{path}.kind={name!r}: choose one of {sorted(by_name)}")
-            return _decode(value, by_name[name], path)
-        if any(value.__class__ is o for o in options):
-            return value
-        require(
-            len(options) == 1,
-            f"{path}={value!r}: expected one of {[_describe(o) for o in options]}",
-        )
-        return _decode(value, options[0], path)
+        return _decode_union(value, arguments, path)
     if origin is tuple:
         require(isinstance(value, (list, tuple)), f"{path}={value!r}: expected a list")
-        return tuple(
-            _decode(v, typing.get_args(kind)[0], f"{path}.{i}") for i, v in enumerate(value)
-        )
+        return tuple(_decode(v, arguments[0], _join(path, i)) for i, v in enumerate(value))
     if dataclasses.is_dataclass(kind):
-        if isinstance(value, kind):
-            return value
-        require(isinstance(value, dict), f"{path}={value!r}: expected {_describe(kind)}")
-        hints = typing.get_type_hints(kind)
-        unknown = set(value) - set(hints) - {"kind"}
-        require(
-            not unknown,
-            f"{path}: unknown field {', '.join(sorted(unknown))}; known: {', '.join(hints)}",
-        )
-        built = {
-            name: _decode(item, hints[name], f"{path}.{name}")
-            for name, item in value.items()
-            if name != "kind"
-        }
-        try:
-            return kind(**built)
-        except TypeError as error:
-            raise UserError(f"{path}: {error}") from None
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return _decode_config(value, kind, path)
+    if kind is float and type(value) is int:
         return float(value)
-    require(value.__class__ is kind, f"{path}={value!r}: expected {_describe(kind)}")
+    require(type(value) is kind, f"{path}={value!r}: expected {kind.__name__}")
     return value
 
 
-def override(config: Experiment, assignment: str) -> Experiment:
-    """Applies "a.b=c". List items go by index or `*` (`model.blocks.*.mixer.chunk_size`)."""
-    path, equals, text = assignment.partition("=")
-    require(bool(equals), f"--set {assignment!r}: expected path=value")
-    try:
-        value = ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        value = text
-    return _override(config, path.strip().split("."), value, Experiment, "")
+def _decode_union(value: Any, options: Sequence[Any], path: str) -> Any:
+    """None if allowed, a config chosen by `kind`, or the one plain type of an optional field."""
+    if value is None and type(None) in options:
+        return None
+    options = [option for option in options if option is not type(None)]
+    if len(options) == 1 and not isinstance(value, dict):
+        return _decode(value, options[0], path)
+    by_name = {option.__name__: option for option in options}
+    name = value.get("kind") if isinstance(value, dict) else None
+    require(name in by_name, f"{path}: expected one of {', '.join(by_name)}, got {value!r}")
+    return _decode(value, by_name[name], path)
 
 
-def _override(node: Any, path: list[str], value: Any, kind: Any, where: str) -> Any:
-    if not path:
-        return _decode(value, kind, where)
-    head, rest = path[0], path[1:]
-    here = f"{where}.{head}".lstrip(".")
-    if isinstance(node, tuple):
-        item_kind = typing.get_args(kind)[0]
-        require(
-            head == "*" or (head.isdigit() and int(head) < len(node)),
-            f"{here}: expected an index below {len(node)} or *",
-        )
-        chosen = range(len(node)) if head == "*" else [int(head)]
-        return tuple(
-            _override(item, rest, value, item_kind, here) if i in chosen else item
-            for i, item in enumerate(node)
-        )
-    require(dataclasses.is_dataclass(node), f"{where} has no field {head!r}")
-    hints = typing.get_type_hints(type(node))
-    require(head in hints, f"{here}: unknown field; known: {', '.join(hints)}")
-    return dataclasses.replace(
-        node, **{head: _override(getattr(node, head), rest, value, hints[head], here)}
+def _decode_config(value: Any, kind: Any, path: str) -> Any:
+    require(isinstance(value, dict), f"{path or 'config'}={value!r}: expected {kind.__name__}")
+    hints = typing.get_type_hints(kind)
+    given = {name: item for name, item in value.items() if name != "kind"}
+    unknown = sorted(set(given) - set(hints))
+    require(
+        not unknown,
+        f"{path or 'config'}: unknown field {', '.join(unknown)}; known: {', '.join(hints)}",
     )
+    fields = {name: _decode(item, hints[name], _join(path, name)) for name, item in given.items()}
+    try:
+        return kind(**fields)
+    except TypeError as error:  # a missing field
+        raise UserError(f"{path or 'config'}: {error}") from None
+
+
+def _join(path: str, key: Any) -> str:
+    return f"{path}.{key}" if path else str(key)

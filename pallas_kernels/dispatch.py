@@ -44,7 +44,7 @@ class Target:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Candidate:
-    """One implementation: `run` has the op's signature; `unsupported` says why it cannot, or None."""
+    """`run` has the op's signature; `unsupported` gives the reason it cannot run, or None."""
 
     run: Callable[..., Any]
     unsupported: Callable[[Any, Target], str | None] = lambda problem, target: None

@@ -1,0 +1,77 @@
+"""Configs are data: they load without JAX, survive JSON, and reject bad input by field name."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from configs.default import config
+from jhybrid.errors import UserError
+from jhybrid.serialization import from_json, override, to_json
+
+
+def test_json_round_trip_is_exact():
+    assert from_json(to_json(config())) == config()
+
+
+def test_configs_load_without_jax():
+    program = "import sys, configs.default as c; c.config(); sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_override_reaches_nested_fields_and_every_list_item():
+    changed = override(
+        config(),
+        ["model.blocks.*.channel_mixer.width=64", "training.steps=7", "data.tokenizer=bytes"],
+    )
+    assert {block.channel_mixer.width for block in changed.model.blocks} == {64}
+    assert changed.training.steps == 7
+    assert changed.data.tokenizer == "bytes"
+
+
+def test_fields_that_depend_on_each_other_are_checked_after_the_last_override():
+    changed = override(config(), ["mesh.data=3", "data.batch_size=9"])
+    assert (changed.mesh.data, changed.data.batch_size) == (3, 9)
+
+
+def test_an_integer_is_accepted_where_a_float_is_expected_but_not_the_reverse():
+    assert override(config(), ["optimizer.clip_norm=2"]).optimizer.clip_norm == 2.0
+    with pytest.raises(UserError, match=r"training\.steps=1\.5: expected int"):
+        override(config(), ["training.steps=1.5"])
+
+
+@pytest.mark.parametrize(
+    ("assignment", "message"),
+    [
+        ("model.dmi=3", "model.dmi: unknown field"),
+        ("model.dim=abc", "model.dim='abc': expected int"),
+        ("model.dim=True", "model.dim=True: expected int"),
+        ("model.dim", "expected path=value"),
+        ("model.remat=most", "model.remat='most': choose one of"),
+        ("model.blocks.9.mixer=1", "model.blocks.9: expected"),
+        ("model.dim.x=1", "model.dim has no fields"),
+        ("model.blocks.0.mixer=3", "model.blocks.0.mixer: expected one of"),
+        ("mesh.data=3", "data.batch_size=8 must be a multiple of"),
+        ("model.blocks.3.mixer.num_softmax_heads=3", "num_softmax_heads=3 must be a multiple of"),
+        ("model.blocks.3.mixer.chunk_size=48", "data.document_alignment=64 must be a multiple of"),
+    ],
+)
+def test_bad_overrides_name_the_field(assignment, message):
+    with pytest.raises(UserError) as caught:
+        override(config(), [assignment])
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_json_with_unknown_missing_or_broken_content_is_refused():
+    tree = json.loads(to_json(config()))
+    tree["modle"] = {}
+    with pytest.raises(UserError, match="config: unknown field modle"):
+        from_json(json.dumps(tree))
+    tree = json.loads(to_json(config()))
+    del tree["model"]["dim"]
+    with pytest.raises(UserError, match=r"model: .*'dim'"):
+        from_json(json.dumps(tree))
+    with pytest.raises(UserError, match="not valid JSON"):
+        from_json("{")
