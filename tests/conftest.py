@@ -1,0 +1,39 @@
+"""Fixtures and set-up of the whole suite: eight simulated CPU devices, keys, float64, GPU skips."""
+
+import os
+
+# Before JAX is imported: the sharding tests need several devices on a machine without any.
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+).strip()
+
+import hypothesis
+import jax
+import pytest
+
+# Same examples on every run; no deadline, because the first example compiles.
+hypothesis.settings.register_profile(
+    "suite", max_examples=25, deadline=None, derandomize=True, database=None
+)
+hypothesis.settings.load_profile("suite")
+
+
+@pytest.fixture
+def key():
+    """A PRNG key, the same in every test."""
+    return jax.random.key(0)
+
+
+@pytest.fixture
+def float64():
+    """Enables 64-bit types for one test."""
+    with jax.enable_x64(True):
+        yield
+
+
+def pytest_collection_modifyitems(items):
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if marked and jax.default_backend() != "gpu":
+        reason = f"needs an NVIDIA GPU; JAX runs on {jax.default_backend()} here"
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason=reason))
