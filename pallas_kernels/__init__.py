@@ -1,3 +1,5 @@
 """Attention and recurrence ops with reference, XLA and Pallas implementations."""
 
+from pallas_kernels.block_sparse_attention import BlockMask as BlockMask
+from pallas_kernels.block_sparse_attention import block_sparse_attention as block_sparse_attention
 from pallas_kernels.gated_delta_rule import gated_delta_rule as gated_delta_rule

@@ -14,3 +14,4 @@ from jaxtyping import Array as Array
 from jaxtyping import Bool as Bool
 from jaxtyping import Float as Float
 from jaxtyping import Int as Int
+from jaxtyping import Shaped as Shaped

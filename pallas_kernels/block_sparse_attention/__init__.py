@@ -1,0 +1,6 @@
+"""Softmax attention whose visible key blocks depend on the input, per head: see README.md."""
+
+from pallas_kernels.block_sparse_attention.api import (
+    block_sparse_attention as block_sparse_attention,
+)
+from pallas_kernels.block_sparse_attention.block_mask import BlockMask as BlockMask
