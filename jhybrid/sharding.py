@@ -120,25 +120,26 @@ def shard_op(
             arrays = dict(enumerate(args))
             axes = dict(zip(arrays, in_axes, strict=True))
         layout = _agree(_name(op), arrays, axes, mesh)
-        in_specs = {
-            key: jax.tree.map(lambda x, key=key: _op_spec(axes[key], x.shape, layout), value)
-            for key, value in arrays.items()
-        }
-        several = bool(out_axes) and isinstance(out_axes[0], tuple)
-        outs = out_axes if several else (out_axes,)
-        out_specs = tuple(PartitionSpec(*(layout.get(axis) for axis in out)) for out in outs)
+
+        def specs(axes: LogicalAxes, value: Any) -> Any:
+            return jax.tree.map(lambda x: _op_spec(axes, x.shape, layout), value)
 
         def local(arrays: dict) -> Any:
             if named:
                 return op(**arrays, **kwargs)
             return op(*arrays.values(), **kwargs)
 
+        shapes = jax.eval_shape(local, arrays)
+        if out_axes and isinstance(out_axes[0], tuple):
+            out_specs = tuple(map(specs, out_axes, shapes))
+        else:
+            out_specs = specs(out_axes, shapes)
         # Pallas calls declare no replication types, hence check_vma=False.
         sharded = jax.shard_map(
             local,
             mesh=mesh,
-            in_specs=(in_specs,),
-            out_specs=out_specs if several else out_specs[0],
+            in_specs=({key: specs(axes[key], value) for key, value in arrays.items()},),
+            out_specs=out_specs,
             check_vma=False,
         )
         return checkpoint_name(sharded(arrays), OP_OUTPUT)

@@ -95,6 +95,18 @@ def test_heads_that_the_tensor_axis_does_not_divide_are_an_error_naming_both():
         op(**inputs(heads=6, key_heads=1, rows=1))
 
 
+def test_a_result_of_one_head_is_whole_on_every_device():
+    def op(q, k):
+        return q * k, 2 * k
+
+    heads = ("batch", "time", "heads")
+    with jax.set_mesh(make_mesh(MeshConfig(data=2, tensor=4))):
+        q, k = jnp.ones((2, 3, 4)), jnp.full((2, 3, 1), 5.0)
+        o, doubled = jax.jit(shard_op(op, (heads, heads), (heads, heads)))(q, k)
+    assert_close(o, 5 * q, 0, "o")
+    assert_close(doubled, 2 * k, 0, "doubled")
+
+
 def test_an_op_inside_another_runs_directly():
     axes = ("batch", "heads")
     inner = shard_op(lambda x: 2 * x, (axes,), axes)
