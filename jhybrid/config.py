@@ -147,6 +147,7 @@ def pattern(blocks: Sequence[BlockConfig], depth: int) -> tuple[BlockConfig, ...
 
 
 # ---- Data ----
+# `weight` is the source's share of rows, that is of token positions; only ratios matter.
 
 
 @_frozen
@@ -158,7 +159,10 @@ class EmbeddedText:
 
 @_frozen
 class TextFiles:
-    """Local .txt, .jsonl (field `text`), .gz of either: one document per file or line."""
+    """Local .txt, .jsonl (field `text`), .gz of either: one document per file or line.
+
+    Read and tokenized at the start and held in memory; prepare larger data as TokenRecords.
+    """
 
     paths: tuple[str, ...]  # files, folders or globs
     weight: float = 1.0
@@ -169,7 +173,7 @@ class TextFiles:
 class TokenRecords:
     """ArrayRecord files written by `python -m jhybrid.data.prepare`."""
 
-    paths: tuple[str, ...]
+    paths: tuple[str, ...]  # the folders it wrote, files in them, or globs
     weight: float = 1.0
 
 
@@ -181,7 +185,19 @@ class AssociativeRecall:
     num_pairs: int = 16
     num_queries: int = 16
     length: int = 256  # tokens per document
-    power: float = 0.01  # exponent of the gap distribution
+    power: float = 0.01  # gap g between pairs and query has probability ~ g**(power - 1)
+
+    def __post_init__(self):
+        require(
+            0 < self.num_queries <= self.num_pairs,
+            f"AssociativeRecall.num_queries={self.num_queries} must lie between 1 and "
+            f"num_pairs={self.num_pairs}",
+        )
+        require(
+            2 * (self.num_pairs + self.num_queries) <= self.length,
+            f"AssociativeRecall.length={self.length} must be at least "
+            f"2*(num_pairs+num_queries)={2 * (self.num_pairs + self.num_queries)}",
+        )
 
 
 @_frozen
@@ -192,6 +208,9 @@ class Needle:
     length: int = 512  # tokens per document
     num_needles: int = 1
     answer_only: bool = False  # loss on the answer only, not on the haystack
+
+    def __post_init__(self):
+        require(self.num_needles > 0, "Needle.num_needles must be positive")
 
 
 SourceConfig = EmbeddedText | TextFiles | TokenRecords | AssociativeRecall | Needle
@@ -219,6 +238,8 @@ class DataConfig:
             self.sequence_length > 0 and self.batch_size > 0,
             "data.sequence_length and data.batch_size must be positive",
         )
+        require(self.seed >= 0, "data.seed must not be negative")
+        require(self.num_workers >= 0, "data.num_workers must not be negative")
         require(0 < self.validation_fraction < 1, "data.validation_fraction must lie in (0, 1)")
         require(self.document_alignment > 0, "data.document_alignment must be positive")
 
