@@ -1,0 +1,177 @@
+"""The small modules every mixer and block is made of; none of them lets tokens see each other
+except ShortConv.
+
+Parameters are created as N(0, 0.02) (norm scales as 1) in `param_dtype` and carry logical axis
+names. Matrices multiply in `dtype`; norms and the convolution compute in fp32 and return the dtype
+they were given. "fp32" means float64 for float64 inputs, so that everything can be checked there.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jhybrid.config import SwiGLUConfig
+from pallas_kernels.array_types import Array, Float, Int
+
+INIT_STD = 0.02
+
+
+def upcast(x: Array) -> Array:
+    """x in at least fp32."""
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def normal(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: str) -> Array:
+    """N(0, 0.02), drawn in fp32."""
+    return (INIT_STD * jax.random.normal(rngs.params(), shape)).astype(dtype)
+
+
+def rms_normalise(
+    x: Float[Array, "*batch K"], weight: Float[Array, "K"], eps: float
+) -> Float[Array, "*batch K"]:
+    """weight * x / sqrt(mean(x^2) + eps) over the last axis, in fp32 and returned so."""
+    x = upcast(x)
+    return weight * x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + eps)
+
+
+def l2_normalise(x: Float[Array, "*batch K"], eps: float = 1e-6) -> Float[Array, "*batch K"]:
+    """x / sqrt(sum(x^2) + eps) over the last axis, computed in fp32."""
+    wide = upcast(x)
+    return (wide * jax.lax.rsqrt(jnp.sum(wide * wide, -1, keepdims=True) + eps)).astype(x.dtype)
+
+
+def rotate(
+    x: Float[Array, "B T H K"], positions: Int[Array, "B T"], theta: float
+) -> Float[Array, "B T H K"]:
+    """Rotary position embedding, half-split: pairs (i, i + K/2) turn by position * theta^(-2i/K).
+
+    RoFormer, arXiv 2104.09864, in GPT-NeoX's layout. Angles are fp32.
+    """
+    half = x.shape[-1] // 2
+    wide = upcast(x)
+    frequency = theta ** (-jnp.arange(half, dtype=wide.dtype) / half)
+    angle = positions[:, :, None, None].astype(wide.dtype) * frequency
+    first, second = wide[..., :half], wide[..., half:]
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
+    return turned.astype(x.dtype)
+
+
+class Linear(nnx.Module):
+    """y = x W with W [in, out], without bias; `wide` keeps the fp32 accumulator as the result."""
+
+    def __init__(
+        self,
+        in_dim: int,
+        out_dim: int,
+        *,
+        axes: tuple[str | None, str | None],
+        dtype: str,
+        param_dtype: str,
+        rngs: nnx.Rngs,
+        wide: bool = False,
+    ):
+        self.weight = nnx.Param(normal(rngs, (in_dim, out_dim), param_dtype), axes=axes)
+        self.dtype = jnp.dtype(dtype)
+        self.out_dtype = jnp.promote_types(dtype, jnp.float32) if wide else self.dtype
+
+    def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch F"]:
+        weight = self.weight[...].astype(self.dtype)
+        return jnp.matmul(x.astype(self.dtype), weight, preferred_element_type=self.out_dtype)
+
+
+class RMSNorm(nnx.Module):
+    """weight * x / sqrt(mean(x^2) + eps) over the last axis."""
+
+    def __init__(self, dim: int, *, eps: float, param_dtype: str):
+        self.weight = nnx.Param(jnp.ones((dim,), param_dtype), axes=(None,))
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
+        return rms_normalise(x, self.weight[...], self.eps).astype(x.dtype)
+
+
+class LayerNorm(nnx.Module):
+    """weight * (x - mean) / sqrt(variance + eps) + bias over the last axis."""
+
+    def __init__(self, dim: int, *, eps: float, param_dtype: str):
+        self.weight = nnx.Param(jnp.ones((dim,), param_dtype), axes=(None,))
+        self.bias = nnx.Param(jnp.zeros((dim,), param_dtype), axes=(None,))
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
+        centred = upcast(x)
+        centred -= jnp.mean(centred, -1, keepdims=True)
+        scale = jax.lax.rsqrt(jnp.mean(centred * centred, -1, keepdims=True) + self.eps)
+        return (self.weight[...] * centred * scale + self.bias[...]).astype(x.dtype)
+
+
+class SwiGLU(nnx.Module):
+    """down(silu(gate(x)) * up(x)); arXiv 2002.05202, without biases."""
+
+    def __init__(
+        self,
+        config: SwiGLUConfig,
+        dim: int,
+        *,
+        dtype: str,
+        param_dtype: str,
+        rngs: nnx.Rngs,
+    ):
+        def linear(in_dim: int, out_dim: int, *axes: str) -> Linear:
+            return Linear(
+                in_dim, out_dim, axes=axes, dtype=dtype, param_dtype=param_dtype, rngs=rngs
+            )
+
+        self.gate_proj = linear(dim, config.width, "embed", "mlp")
+        self.up_proj = linear(dim, config.width, "embed", "mlp")
+        self.down_proj = linear(config.width, dim, "mlp", "embed")
+
+    def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        return self.down_proj((jax.nn.silu(upcast(gate)) * up).astype(gate.dtype))
+
+
+class ShortConv(nnx.Module):
+    """Causal depthwise convolution with SiLU: y_t = silu(sum_j weight_j * x_{t - (W-1) + j}).
+
+    Inputs before the row's first token are zero, or `tail`: the last W - 1 inputs of an earlier
+    call. With `segment_ids` a token never sees the inputs of another segment.
+    """
+
+    def __init__(self, channels: int, width: int, *, param_dtype: str, rngs: nnx.Rngs):
+        self.weight = nnx.Param(normal(rngs, (width, channels), param_dtype), axes=(None, "heads"))
+        self.width = width
+
+    def empty_tail(self, batch: int, dtype: str) -> Float[Array, "B W-1 F"]:
+        return jnp.zeros((batch, self.width - 1, self.weight.shape[1]), dtype)
+
+    def __call__(
+        self,
+        x: Float[Array, "B T F"],
+        tail: Float[Array, "B W-1 F"] | None,
+        segment_ids: Int[Array, "B T"] | None,
+    ) -> Float[Array, "B T F"]:
+        T = x.shape[1]
+        weight = upcast(self.weight[...])
+        if tail is None:
+            tail = self.empty_tail(x.shape[0], x.dtype)
+        inputs = upcast(jnp.concatenate([tail, x], 1))
+        y = weight[-1] * inputs[:, self.width - 1 :]
+        for distance in range(1, self.width):
+            earlier = inputs[:, self.width - 1 - distance :][:, :T]
+            if segment_ids is not None:
+                theirs = jnp.pad(segment_ids, ((0, 0), (distance, 0)), mode="edge")[:, :T]
+                earlier = jnp.where((theirs == segment_ids)[..., None], earlier, 0)
+            y += weight[self.width - 1 - distance] * earlier
+        return jax.nn.silu(y).astype(x.dtype)
+
+    def tail_after(
+        self,
+        tail: Float[Array, "B W-1 F"],
+        x: Float[Array, "B T F"],
+        count: Int[Array, "B"],
+    ) -> Float[Array, "B W-1 F"]:
+        """The tail once the first `count` tokens of each row of x have gone through."""
+        index = count[:, None] + jnp.arange(self.width - 1)
+        return jnp.take_along_axis(jnp.concatenate([tail, x], 1), index[..., None], 1)

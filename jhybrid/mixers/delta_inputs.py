@@ -1,0 +1,98 @@
+"""The projections that feed a gated delta rule, shared by Gated DeltaNet and chunk routing."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jhybrid.config import ModelConfig
+from jhybrid.layers import Linear, ShortConv
+from pallas_kernels.array_types import Array, Float, Int
+
+
+class Streams(NamedTuple):
+    """q, k and v as one row of channels per token: the inputs of their convolutions, or results.
+
+    The last W - 1 inputs of each, kept as a state, are the convolutions' tails.
+    """
+
+    q: Float[Array, "B T F"]
+    k: Float[Array, "B T F"]
+    v: Float[Array, "B T F"]
+
+
+class DeltaInputs(nnx.Module):
+    """q, k, v = silu(conv(W x)); beta = sigmoid(W_b x); g = -exp(A_log) softplus(W_a x + dt_bias).
+
+    Gated DeltaNet, arXiv 2412.06464. g (log decay, one per value head) and beta are fp32. A starts
+    uniform in (0, 16), softplus(dt_bias) log-uniform in (0.001, 0.1).
+    """
+
+    def __init__(
+        self,
+        key_heads: int,
+        value_heads: int,
+        key_dim: int,
+        value_dim: int,
+        conv_width: int,
+        model: ModelConfig,
+        *,
+        rngs: nnx.Rngs,
+    ):
+        dtypes = {"dtype": model.compute_dtype, "param_dtype": model.param_dtype}
+        axes = ("embed", "heads")
+
+        def linear(out_dim: int, wide: bool = False) -> Linear:
+            return Linear(model.dim, out_dim, axes=axes, wide=wide, rngs=rngs, **dtypes)
+
+        def conv(channels: int) -> ShortConv:
+            return ShortConv(channels, conv_width, param_dtype=model.param_dtype, rngs=rngs)
+
+        self.dtype = model.compute_dtype
+        self.q_proj = linear(key_heads * key_dim)
+        self.k_proj = linear(key_heads * key_dim)
+        self.v_proj = linear(value_heads * value_dim)
+        self.a_proj = linear(value_heads, wide=True)
+        self.b_proj = linear(value_heads, wide=True)
+        self.q_conv = conv(key_heads * key_dim)
+        self.k_conv = conv(key_heads * key_dim)
+        self.v_conv = conv(value_heads * value_dim)
+        # The lower end keeps log A finite.
+        decay = jax.random.uniform(rngs.params(), (value_heads,), minval=1e-6, maxval=16.0)
+        self.A_log = nnx.Param(jnp.log(decay).astype(model.param_dtype), axes=("heads",))
+        low, high = jnp.log(1e-3), jnp.log(0.1)
+        step = jax.random.uniform(rngs.params(), (value_heads,), minval=low, maxval=high)
+        step = jnp.maximum(jnp.exp(step), 1e-4)
+        dt_bias = step + jnp.log(-jnp.expm1(-step))  # inverse of softplus
+        self.dt_bias = nnx.Param(dt_bias.astype(model.param_dtype), axes=("heads",))
+
+    def project(self, x: Float[Array, "B T D"]) -> Streams:
+        return Streams(self.q_proj(x), self.k_proj(x), self.v_proj(x))
+
+    def convolve(
+        self, streams: Streams, tails: Streams | None, segment_ids: Int[Array, "B T"] | None
+    ) -> Streams:
+        tails = (None, None, None) if tails is None else tails
+        convs = (self.q_conv, self.k_conv, self.v_conv)
+        triples = zip(convs, streams, tails, strict=True)
+        return Streams(*(conv(x, tail, segment_ids) for conv, x, tail in triples))
+
+    def gates(
+        self, x: Float[Array, "B T D"], negative_eigenvalues: bool = False
+    ) -> tuple[Float[Array, "B T H"], Float[Array, "B T H"]]:
+        """(g, beta), both fp32; beta reaches 2 with `negative_eigenvalues`."""
+        beta = jax.nn.sigmoid(self.b_proj(x)) * (2 if negative_eigenvalues else 1)
+        rate = self.a_proj(x)
+        g = jax.nn.softplus(rate + self.dt_bias[...]) * -jnp.exp(self.A_log[...].astype(rate.dtype))
+        return g, beta
+
+    def empty_tails(self, batch: int) -> Streams:
+        convs = (self.q_conv, self.k_conv, self.v_conv)
+        return Streams(*(conv.empty_tail(batch, self.dtype) for conv in convs))
+
+    def tails_after(self, tails: Streams, streams: Streams, count: Int[Array, "B"]) -> Streams:
+        """The tails once the first `count` tokens of each row have gone through."""
+        convs = (self.q_conv, self.k_conv, self.v_conv)
+        triples = zip(convs, tails, streams, strict=True)
+        return Streams(*(conv.tail_after(tail, x, count) for conv, tail, x in triples))

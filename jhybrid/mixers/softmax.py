@@ -1,0 +1,120 @@
+"""Causal softmax attention with grouped key/value heads, rotary positions or none, and a window."""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jhybrid.config import ModelConfig, SoftmaxConfig
+from jhybrid.layers import Linear, RMSNorm, rotate
+from jhybrid.mixers.context import Context, Report
+from jhybrid.sharding import shard_op
+from pallas_kernels import BlockMask, block_sparse_attention
+from pallas_kernels.array_types import Array, Float, Int
+
+
+class SoftmaxState(NamedTuple):
+    """Keys (after their rotation) and values of every token so far, `length` of them per row."""
+
+    length: Int[Array, "B"]
+    keys: Float[Array, "B S G K"]
+    values: Float[Array, "B S G K"]
+
+
+class Softmax(nnx.Module):
+    """o_i = sum_{j <= i} softmax_j(q_i . k_j / sqrt(K)) v_j, then the output projection.
+
+    Query head h reads key/value head h // (H / G). `qk_norm` applies an RMSNorm per head before the
+    rotation. A window counts the query's own key.
+    """
+
+    def __init__(self, config: SoftmaxConfig, model: ModelConfig, *, rngs: nnx.Rngs):
+        def linear(in_dim: int, out_dim: int, *axes: str) -> Linear:
+            dtypes = {"dtype": model.compute_dtype, "param_dtype": model.param_dtype}
+            return Linear(in_dim, out_dim, axes=axes, rngs=rngs, **dtypes)
+
+        def norm() -> RMSNorm | None:
+            if not config.qk_norm:
+                return None
+            return RMSNorm(config.head_dim, eps=model.norm_eps, param_dtype=model.param_dtype)
+
+        self.config = config
+        self.dtype = model.compute_dtype
+        self.implementation = model.implementation
+        q_dim, kv_dim = (n * config.head_dim for n in (config.num_heads, config.num_kv_heads))
+        self.q_proj = linear(model.dim, q_dim, "embed", "heads")
+        self.k_proj = linear(model.dim, kv_dim, "embed", "heads")
+        self.v_proj = linear(model.dim, kv_dim, "embed", "heads")
+        self.o_proj = linear(q_dim, model.dim, "heads", "embed")
+        self.q_norm = norm()
+        self.k_norm = norm()
+
+    def initial_state(self, batch: int, max_length: int) -> SoftmaxState:
+        shape = (batch, max_length, self.config.num_kv_heads, self.config.head_dim)
+        keys, values = jnp.zeros(shape, self.dtype), jnp.zeros(shape, self.dtype)
+        return SoftmaxState(jnp.zeros((batch,), jnp.int32), keys, values)
+
+    def __call__(
+        self, x: Float[Array, "B T D"], state: SoftmaxState | None, context: Context
+    ) -> tuple[Float[Array, "B T D"], SoftmaxState | None, Report]:
+        B, T, _ = x.shape
+        q = self._heads(self.q_proj(x), self.q_norm, context)
+        k = self._heads(self.k_proj(x), self.k_norm, context)
+        v = self.v_proj(x).reshape(k.shape)
+        kernel = {"window": self.config.window, "implementation": self.implementation}
+        heads, batch = ("batch", None, "heads"), ("batch",)
+        if state is None:
+            op = shard_op(partial(_attend, **kernel), (heads, heads, heads, batch), heads)
+            o = op(q, k, v, context.segment_ids)
+        else:
+            context.require_one_document()
+            op = shard_op(
+                partial(_extend_and_attend, **kernel),
+                (heads, heads, heads, heads, heads, batch, batch),
+                (heads, heads, heads),
+            )
+            counts = context.counts()
+            o, keys, values = op(q, k, v, state.keys, state.values, state.length, counts)
+            state = SoftmaxState(state.length + counts, keys, values)
+        return self.o_proj(o.reshape(B, T, -1)), state, {}
+
+    def _heads(
+        self, x: Float[Array, "B T F"], norm: RMSNorm | None, context: Context
+    ) -> Float[Array, "B T H K"]:
+        x = x.reshape(*x.shape[:2], -1, self.config.head_dim)
+        if norm is not None:
+            x = norm(x)
+        theta = self.config.rope_theta
+        return x if theta is None else rotate(x, context.positions, theta)
+
+
+def _attend(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T G K"],
+    v: Float[Array, "B T G K"],
+    segment_ids: Int[Array, "B T"] | None,
+    **kernel,
+) -> Float[Array, "B T H K"]:
+    mask = BlockMask.causal()
+    return block_sparse_attention(q, k, v, mask, segment_ids=segment_ids, **kernel)[0]
+
+
+def _extend_and_attend(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T G K"],
+    v: Float[Array, "B T G K"],
+    keys: Float[Array, "B S G K"],
+    values: Float[Array, "B S G K"],
+    length: Int[Array, "B"],
+    counts: Int[Array, "B"],
+    **kernel,
+) -> tuple[Float[Array, "B T H K"], Float[Array, "B S G K"], Float[Array, "B S G K"]]:
+    """Writes each row's `counts` new keys at its own length, then attends over the whole cache."""
+    step = jnp.arange(k.shape[1])
+    place = jnp.where(step < counts[:, None], length[:, None] + step, keys.shape[1])
+    write = jax.vmap(lambda cache, at, new: cache.at[at].set(new, mode="drop"))
+    keys, values = write(keys, place, k), write(values, place, v)
+    o, _ = block_sparse_attention(q, keys, values, BlockMask.causal(), q_offset=length, **kernel)
+    return o, keys, values

@@ -1,0 +1,114 @@
+"""Hard decisions with gradients: chunks of tokens to softmax attention or to the recurrent state.
+
+Pure functions of arrays. Each chunk of each head has two scores, index 0 for softmax and index 1
+for the recurrent state. Forwards the decision is 0 or 1. Backwards a straight-through estimator
+hands the scores the exact gradient of the chosen operation (NAtS-L, arXiv 2602.03681; released
+code automl/NeuralAttentionSearchLinear): with p = softmax(scores) and d_a the derivative of the
+loss with respect to operation a's multiplier, ds_a = p_a (d_a - sum_b p_b d_b).
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jhybrid.layers import upcast
+from pallas_kernels.array_types import Array, Bool, Float, Int
+
+SOFTMAX, RECURRENT = 0, 1  # index of each operation in the scores
+
+
+class Decision(NamedTuple):
+    """What each chunk of each head does. `slope` is 0 forwards and p's derivative backwards."""
+
+    scores: Float[Array, "B N H 2"]
+    softmax: Bool[Array, "B N H"]
+    slope: Float[Array, "B N H 2"]
+
+
+def chunk_means(
+    x: Float[Array, "B T D"], valid: Bool[Array, "B T"], chunk_size: int
+) -> Float[Array, "B N D"]:
+    """Mean of the valid tokens of each chunk, in fp32; 0 where there are none."""
+    B, T, D = x.shape
+    N = -(-T // chunk_size)
+    padding = N * chunk_size - T
+    x = jnp.pad(jnp.where(valid[..., None], upcast(x), 0), ((0, 0), (0, padding), (0, 0)))
+    count = count_by_chunk(valid, chunk_size)
+    return x.reshape(B, N, chunk_size, D).sum(2) / jnp.maximum(count, 1)[..., None]
+
+
+def count_by_chunk(valid: Bool[Array, "B T"], chunk_size: int) -> Int[Array, "B N"]:
+    """Valid tokens in each chunk."""
+    B, T = valid.shape
+    padded = jnp.pad(valid, ((0, 0), (0, -T % chunk_size)))
+    return padded.reshape(B, -1, chunk_size).sum(2)
+
+
+def decide(
+    scores: Float[Array, "B N H 2"],
+    *,
+    rng: Array | None = None,
+    temperature: Float[Array, ""] | None = None,
+    forced: Bool[Array, "B N H"] | None = None,
+    is_forced: Bool[Array, "#B N 1"] | None = None,
+) -> Decision:
+    """The larger score wins, softmax on a tie; with `rng` after adding Gumbel noise to both.
+
+    `temperature` divides the (noisy) scores inside p, which only the gradient sees. Where
+    `is_forced` (everywhere when it is None), `forced` decides instead, True for softmax; a forced
+    decision is a constant and gives its scores no gradient.
+    """
+    logits = scores
+    if rng is not None:
+        logits += jax.random.gumbel(rng, scores.shape, scores.dtype)
+    softmax = logits[..., SOFTMAX] >= logits[..., RECURRENT]
+    p = jax.nn.softmax(logits if temperature is None else logits / temperature)
+    slope = p - jax.lax.stop_gradient(p)
+    if forced is not None:
+        is_forced = jnp.ones_like(forced) if is_forced is None else is_forced
+        softmax = jnp.where(is_forced, forced, softmax)
+        slope = jnp.where(is_forced[..., None], 0, slope)
+    return Decision(scores, softmax, slope)
+
+
+def block_bias(decision: Decision) -> Float[Array, "B N H"]:
+    """The logit bias of each chunk's keys: 0, with the score's gradient where softmax was chosen.
+
+    A bias b on every logit of a chunk multiplies its exp by exp(b), so d/db at 0 is the derivative
+    with respect to the chunk's multiplier.
+    """
+    return decision.softmax * decision.slope[..., SOFTMAX]
+
+
+def write_mask(decision: Decision, *, counterfactual: bool) -> Float[Array, "B N H"]:
+    """The weight of each chunk's write into the state: 1 where the state was chosen, else 0.
+
+    The gradient is that of the chosen chunks only, or, with `counterfactual`, of all of them: what
+    would change if an unchosen chunk's write were let in.
+    """
+    chosen = (~decision.softmax).astype(decision.slope.dtype)
+    slope = decision.slope[..., RECURRENT]
+    return chosen + (slope if counterfactual else chosen * slope)
+
+
+def statistics(decision: Decision, counted: Bool[Array, "B N"]) -> dict[str, Array]:
+    """Per head over the `counted` chunks: fraction sent to softmax and mean |score difference|.
+
+    NaN when no chunk counts: there is no fraction of nothing.
+    """
+    weight = counted[..., None].astype(decision.scores.dtype)
+    total = weight.sum((0, 1))
+    margin = jnp.abs(decision.scores[..., SOFTMAX] - decision.scores[..., RECURRENT])
+    return {
+        "softmax_fraction": (decision.softmax * weight).sum((0, 1)) / total,
+        "score_margin": (margin * weight).sum((0, 1)) / total,
+        "decisions": decision.softmax,
+        "counted": counted,
+        "scores": decision.scores,
+    }
+
+
+def collapsed(softmax_fraction: Float[Array, "*L H"]) -> Bool[Array, "*L"]:
+    """Whether the heads of a layer agree on one operation for every chunk: the router is dead."""
+    return jnp.all(softmax_fraction == 0, -1) | jnp.all(softmax_fraction == 1, -1)
