@@ -70,7 +70,7 @@ class ChunkRouted(nnx.Module):
     """
 
     def __init__(self, config: ChunkRoutedConfig, model: ModelConfig, *, rngs: nnx.Rngs):
-        def linear(in_dim: int, out_dim: int, *axes: str, wide: bool = False) -> Linear:
+        def linear(in_dim: int, out_dim: int, *axes: str | None, wide: bool = False) -> Linear:
             dtypes = {"dtype": model.compute_dtype, "param_dtype": model.param_dtype}
             return Linear(in_dim, out_dim, axes=axes, wide=wide, rngs=rngs, **dtypes)
 
@@ -88,9 +88,8 @@ class ChunkRouted(nnx.Module):
         )
         score = normal(rngs, (model.dim, 2 * H), model.param_dtype)  # channel 2h + operation
         self.score_weight = nnx.Param(score, axes=("embed", None))
-        self.fusion_proj = None
-        if config.fusion_weights:
-            self.fusion_proj = linear(key_width, 2 * Ha, "heads", None, wide=True)
+        fusion = config.fusion_weights
+        self.fusion_proj = linear(key_width, 2 * Ha, "heads", None, wide=True) if fusion else None
         self.q_norm = norm(config.softmax_key_dim) if config.qk_norm else None
         self.k_norm = norm(config.softmax_key_dim) if config.qk_norm else None
         self.g_proj = linear(model.dim, value_width, "embed", "heads")
@@ -135,7 +134,9 @@ class ChunkRouted(nnx.Module):
         valid = context.valid()
         decision = self._decide(x, valid, jnp.zeros((x.shape[0],), jnp.int32), context)
         mask = routing.write_mask(decision, counterfactual=config.gdn_counterfactual_grad)
-        read, _ = self._delta(branches, branches.g, branches.beta, mask, decision.softmax, None, ids)
+        read, _ = self._delta(
+            branches, branches.g, branches.beta, mask, decision.softmax, None, ids
+        )
         attend = partial(
             chunk_ops.attend,
             chunk_size=config.chunk_size,
