@@ -12,7 +12,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jhybrid.layers import upcast
 from pallas_kernels.array_types import Array, Bool, Float, Int
 
 SOFTMAX, RECURRENT = 0, 1  # index of each operation in the scores
@@ -33,7 +32,8 @@ def chunk_means(
     B, T, D = x.shape
     N = -(-T // chunk_size)
     padding = N * chunk_size - T
-    x = jnp.pad(jnp.where(valid[..., None], upcast(x), 0), ((0, 0), (0, padding), (0, 0)))
+    x = jnp.where(valid[..., None], x.astype(jnp.promote_types(x.dtype, jnp.float32)), 0)
+    x = jnp.pad(x, ((0, 0), (0, padding), (0, 0)))
     count = count_by_chunk(valid, chunk_size)
     return x.reshape(B, N, chunk_size, D).sum(2) / jnp.maximum(count, 1)[..., None]
 
