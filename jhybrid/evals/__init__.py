@@ -1,0 +1,1 @@
+"""Measuring a trained model: perplexity by context length, RULER, a Markov baseline."""
