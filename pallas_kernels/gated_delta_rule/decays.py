@@ -1,0 +1,78 @@
+"""How much of one token's write is left at another, within a chunk and across its two ends."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+from pallas_kernels.array_types import Array, Float, Int
+
+_FRACTION = 4096.0  # log decays are summed in steps of 1 / 4096, and the rest apart
+
+
+class Decays(NamedTuple):
+    """Decay factors of a chunk in [0, 1]; zero across a document boundary. G = [N, B, Hk, R]."""
+
+    pair: Float[Array, "*G C C"]  # from token j to token i >= j; zero for j > i
+    into: Float[Array, "*G C"]  # from the state entering the chunk to token i
+    out: Float[Array, "*G C"]  # from token j to the state leaving the chunk
+    through: Float[Array, "*G"]  # from the state entering the chunk to the state leaving it
+
+
+def reset_counts(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
+    """How often the segment id has changed up to and including each token."""
+    changes = segment_ids[:, 1:] != segment_ids[:, :-1]
+    return jnp.cumsum(jnp.pad(changes, ((0, 0), (1, 0))), axis=1, dtype=jnp.int32)
+
+
+def chunk_decays(g: Float[Array, "*G C"], resets: Int[Array, "N B C"] | None) -> Decays:
+    """The decay factors of every chunk from its log decays g.
+
+    Only differences of cumulative sums c are exponentiated, so no factor exceeds 1. They stay
+    accurate when one strong decay (g = -60) makes c large beside differences that matter (1e-3):
+    c is held as a sum of multiples of 1 / 4096, exact in fp32 up to 4096, plus a small remainder.
+    """
+    C = g.shape[-1]
+    coarse = jnp.round(g * _FRACTION) / _FRACTION
+    coarse, fine = jnp.cumsum(coarse, -1), jnp.cumsum(g - coarse, -1)
+
+    def factor(until, since, visible):
+        log_decay = (coarse[until] - coarse[since]) + (fine[until] - fine[since])
+        return jnp.where(visible, jnp.exp(jnp.where(visible, log_decay, 0)), 0)
+
+    row, column = (..., slice(None), None), (..., None, slice(None))
+    last = (..., slice(-1, None))
+    causal = jnp.tri(C, dtype=bool)
+    if resets is None:
+        same = entering = staying = passing = True
+    else:
+        resets = resets[:, :, None, None]  # [N, B, 1, 1, C]
+        before = jnp.pad(resets[:-1, ..., -1:], ((1, 0), *[(0, 0)] * 4))
+        same = resets[row] == resets[column]
+        entering = resets == before
+        staying = resets == resets[last]
+        passing = resets[..., -1] == before[..., 0]
+    whole = coarse + fine
+    return Decays(
+        pair=factor(row, column, causal & same),
+        into=jnp.where(entering, jnp.exp(whole), 0),
+        out=factor(last, (...,), jnp.broadcast_to(staying, g.shape)),
+        through=jnp.where(passing, jnp.exp(whole[..., -1]), 0),
+    )
+
+
+def log_decay_gradient(
+    pair: Float[Array, "*G C C"],
+    into: Float[Array, "*G C"],
+    out: Float[Array, "*G C"],
+    through: Float[Array, "*G"],
+) -> Float[Array, "*G C"]:
+    """The gradient of g from (factor times gradient of factor) of each member of `Decays`.
+
+    g_l is in every pair with i >= l > j, in `into` of tokens i >= l, in `out` of tokens j < l, and
+    in `through`.
+    """
+    crossing = jnp.tril(pair, -1)
+    balance = crossing.sum(-1) - crossing.sum(-2) + into
+    after = jnp.flip(jnp.cumsum(jnp.flip(balance, -1), -1), -1)
+    before = jnp.cumsum(out, -1) - out
+    return after + before + through[..., None]
