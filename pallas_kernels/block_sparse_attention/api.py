@@ -11,22 +11,6 @@ from pallas_kernels.block_sparse_attention import reference, xla
 from pallas_kernels.block_sparse_attention.block_mask import BlockMask, Chunks
 from pallas_kernels.dispatch import Candidate, Implementation, Table, resolve
 
-# Logical axes of the inputs and outputs, for a sharding wrapper. A mask is a pytree whose arrays
-# all start with (batch, heads); a scalar q_offset has no axes.
-AXES = {
-    "q": ("batch", "time", "heads", "key"),
-    "k": ("batch", "key_time", "heads", "key"),
-    "v": ("batch", "key_time", "heads", "value"),
-    "mask": ("batch", "heads"),
-    "block_bias": ("batch", "heads", "chunks"),
-    "q_offset": ("batch",),
-    "segment_ids": ("batch", "time"),
-    "kv_segment_ids": ("batch", "key_time"),
-    "o": ("batch", "time", "heads", "value"),
-    "lse": ("batch", "heads", "time"),
-}
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Problem:
     """What decides which implementation runs: shapes, dtypes and options, never values."""

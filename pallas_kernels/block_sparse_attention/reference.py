@@ -50,20 +50,19 @@ def scene(
 
 
 def visibility(
-    scene: Scene, heads: int, index: Int[Array, "t"], window: int | None
+    scene: Scene, heads: int, index: Int[Array, "t"], window: int | None, keys: int
 ) -> tuple[Bool[Array, "#B #H t S"], Bool[Array, "#B #H t S"]]:
-    """(which keys the queries `index` see, which visible pairs block_bias applies to)."""
+    """For the queries `index` and the first S = `keys` keys: (visible pairs, inter-chunk pairs)."""
     position = scene.offset[:, None] + index
-    pairs = Pairs(heads, index, position, scene.document_start)
+    pairs = Pairs(heads, index, position, scene.document_start[:, :keys])
     distance = position[:, :, None] - pairs.key
     near = distance >= 0
     if window is not None:
         near &= distance < window
     if scene.segment_ids is not None:
         own = jnp.take(scene.segment_ids, index, axis=1, mode="clip")[:, :, None]
-        near &= (own == scene.kv_segment_ids[:, None, :]) & (own >= 0)
-    visible = near[:, None] & scene.mask.visible(pairs)
-    return visible, visible & scene.mask.inter_chunk(pairs)
+        near &= (own == scene.kv_segment_ids[:, None, :keys]) & (own >= 0)
+    return near[:, None] & scene.mask.visible(pairs), scene.mask.inter_chunk(pairs)
 
 
 def block_sparse_attention(
@@ -85,7 +84,7 @@ def block_sparse_attention(
     out_dtype, dtype = v.dtype, jnp.promote_types(v.dtype, jnp.float32)
     q, k, v = q.astype(dtype), k.astype(dtype), v.astype(dtype)
     everything = scene(mask, T, S, q_offset, segment_ids, kv_segment_ids)
-    visible, biased = visibility(everything, H, jnp.arange(T, dtype=jnp.int32), window)
+    visible, biased = visibility(everything, H, jnp.arange(T, dtype=jnp.int32), window, S)
 
     grouped = q.reshape(B, T, G, H // G, K)
     scores = scale * jnp.einsum("btgrk,bsgk->bgrts", grouped, k, precision=lax.Precision.HIGHEST)

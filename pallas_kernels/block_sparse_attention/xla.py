@@ -1,8 +1,9 @@
 """Block-sparse attention in plain XLA: one block of queries against all keys at a time.
 
 The scores of one query block are the only [block, S] array that ever exists; the backward pass
-recomputes them from lse. Masked pairs are computed and discarded, so time does not depend on the
-mask. Matmuls take the input dtype and accumulate in fp32 (float64 for float64 inputs).
+recomputes them from lse. Pairs that a mask hides are computed and discarded, so time does not
+depend on the mask, but a long row is cut into spans that leave out the keys after their last query.
+Matmuls take the input dtype and accumulate in fp32 (float64 for float64 inputs).
 """
 
 from functools import partial
@@ -12,18 +13,37 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.array_types import Array, Float, Int
+from pallas_kernels.array_types import Array, Bool, Float, Int
 from pallas_kernels.block_sparse_attention.block_mask import BlockMask
 from pallas_kernels.block_sparse_attention.reference import Scene, bias_by_key, scene, visibility
 from pallas_kernels.blocks import cdiv, pad_to_multiple, split_chunks
 
-SCORES_PER_BLOCK = 2**25  # 128 MiB of fp32 scores, over batch and heads
+QUERY_BLOCK = 128
+SPAN_TOKENS, MAX_SPANS = 512, 4
 
 
 class _Options(NamedTuple):
     scale: float
     window: int | None
     softcap: float | None
+    offset: int | None  # q_offset where it is known before the program runs
+
+
+class _Span(NamedTuple):
+    """Queries [start, stop), in blocks of `block`, against the first `keys` keys."""
+
+    start: int
+    stop: int
+    block: int
+    keys: int
+
+
+class _ByKey(NamedTuple):
+    """What the queries meet at each key. G key/value heads, r query heads for each of them."""
+
+    keys: Float[Array, "B G S K"]
+    values: Float[Array, "B G S V"]
+    bias: Float[Array, "B G S r"] | None
 
 
 def block_sparse_attention(
@@ -41,8 +61,10 @@ def block_sparse_attention(
     softcap: float | None,
 ) -> tuple[Float[Array, "B T H V"], Float[Array, "B H T"]]:
     """See `pallas_kernels.block_sparse_attention`."""
-    everything = scene(mask, q.shape[1], k.shape[1], q_offset, segment_ids, kv_segment_ids)
-    return _attend(_Options(scale, window, softcap), q, k, v, block_bias, everything)
+    T, S = q.shape[1], k.shape[1]
+    options = _Options(scale, window, softcap, S - T if q_offset is None else None)
+    everything = scene(mask, T, S, q_offset, segment_ids, kv_segment_ids)
+    return _attend(options, q, k, v, block_bias, everything)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -51,100 +73,108 @@ def _attend(options: _Options, q, k, v, block_bias, scene: Scene):
 
 
 def _forward(options: _Options, q, k, v, block_bias, scene: Scene):
-    T, G = q.shape[1], k.shape[2]
-    tokens = _query_block(q.shape, k.shape)
-    score = _scorer(options, q, k, block_bias, scene)
-    values = v.swapaxes(1, 2)  # [B, G, S, V]
-
-    def attend(block):
-        index, q = block
-        scores, _, visible, _ = score(index, q)
-        largest = jnp.max(scores, axis=-1, keepdims=True, where=visible, initial=-jnp.inf)
-        # a row that sees nothing has no largest score; 0 keeps the exponent a number
-        largest = jnp.where(largest == -jnp.inf, 0, largest)
-        weights = jnp.where(visible, jnp.exp(scores - largest), 0)
-        total = weights.sum(-1, keepdims=True)
-        o = _matmul("bgrts,bgsv->bgrtv", weights.astype(v.dtype), values)
-        o = o / jnp.where(total == 0, 1, total)
-        return o.astype(v.dtype), largest + jnp.log(total)
-
-    o, lse = lax.map(attend, (_indices(T, tokens), _split(q, tokens, G)))
-    o, lse = _merge(o, T), _merge(lse, T)[..., 0].swapaxes(1, 2)
+    by_key = _by_key(k, v, block_bias, q.shape[2], scene.mask)
+    spans = _spans(q.shape[1], k.shape[1], options.offset)
+    outputs = [_forward_span(options, span, q, by_key, scene) for span in spans]
+    o, lse = (jnp.concatenate(parts, axis=1) for parts in zip(*outputs, strict=True))
+    lse = lse[..., 0].swapaxes(1, 2)
     return (o, lse), (q, k, v, block_bias, scene, o, lse)
 
 
+def _forward_span(options: _Options, span: _Span, q, by_key: _ByKey, scene: Scene):
+    """(o [B, t, H, V], lse [B, t, H, 1]) of the queries of a span."""
+    by_key = _first_keys(by_key, span)
+
+    def attend(block):
+        index, q = block
+        scores, _, _ = _scores(options, span, index, q, by_key, scene)
+        largest = scores.max(-1, keepdims=True)
+        # a row that sees nothing has no largest score; 0 keeps the exponent a number
+        largest = jnp.where(largest == -jnp.inf, 0, largest)
+        weights = jnp.exp(scores - largest)
+        total = weights.sum(-1, keepdims=True)
+        o = _matmul("bgrts,bgsv->bgrtv", weights.astype(by_key.values.dtype), by_key.values)
+        o = o / jnp.where(total == 0, 1, total)
+        return o.astype(by_key.values.dtype), largest + jnp.log(total)
+
+    o, lse = lax.map(attend, (_indices(span), _split(q, span, by_key)))
+    return _merge(o, span), _merge(lse, span)
+
+
 def _backward(options: _Options, residuals, cotangents):
-    """The formulas are in README.md; `da` is the gradient of the logits a_ij."""
+    """The formulas are in README.md."""
     q, k, v, block_bias, scene, o, lse = residuals
     do, dlse = cotangents
-    T, G = q.shape[1], k.shape[2]
-    tokens = _query_block(q.shape, k.shape)
-    score = _scorer(options, q, k, block_bias, scene)
-    keys, values = k.swapaxes(1, 2), v.swapaxes(1, 2)  # [B, G, S, _]
-
     lse, dlse = lse.swapaxes(1, 2)[..., None], dlse.swapaxes(1, 2)[..., None]  # [B, T, H, 1]
     some = lse > -jnp.inf  # rows that see nothing pass no gradient on, whatever arrives
     do = jnp.where(some, do, 0)
     delta = (do.astype(lse.dtype) * o.astype(lse.dtype)).sum(-1, keepdims=True)
-    shift = jnp.where(some, dlse - delta, 0)
-    lse = jnp.where(some, lse, 0)
+    rows = (q, do, jnp.where(some, lse, 0), jnp.where(some, dlse - delta, 0))
+
+    by_key, vjp = jax.vjp(lambda *x: _by_key(*x, q.shape[2], scene.mask), k, v, block_bias)
+    sums = jax.tree.map(lambda x: jnp.zeros_like(x, lse.dtype), by_key)
+    dqs = []
+    for span in _spans(q.shape[1], k.shape[1], options.offset):
+        dq, sums = _backward_span(options, span, rows, by_key, sums, scene)
+        dqs.append(dq)
+    dk, dv, dbias = vjp(jax.tree.map(lambda total, x: total.astype(x.dtype), sums, by_key))
+    return jnp.concatenate(dqs, axis=1), dk, dv, dbias, None
+
+
+def _backward_span(
+    options: _Options, span: _Span, rows, by_key: _ByKey, sums: _ByKey, scene: Scene
+):
+    """dq of the queries of a span, and `sums` with what they add to the gradients by key."""
+    near = _first_keys(by_key, span)
 
     def differentiate(sums, block):
-        dk, dv, dbias = sums
         index, q, do, lse, shift = block
-        scores, slope, visible, biased = score(index, q)
-        p = jnp.where(visible, jnp.exp(scores - lse), 0)
-        da = p * (_matmul("bgrtv,bgsv->bgrts", do, values) + shift)
-        if dbias is not None:
-            dbias += jnp.where(biased, da, 0).sum(3, keepdims=True)
+        scores, slope, biased = _scores(options, span, index, q, near, scene)
+        p = jnp.exp(scores - lse)
+        da = p * (_matmul("bgrtv,bgsv->bgrts", do, near.values) + shift)
         dx = (da * slope * options.scale).astype(q.dtype)
-        dq = _matmul("bgrts,bgsk->bgrtk", dx, keys)
-        dk += _matmul("bgrts,bgrtk->bgsk", dx, q)
-        dv += _matmul("bgrts,bgrtv->bgsv", p.astype(v.dtype), do)
-        return (dk, dv, dbias), dq.astype(q.dtype)
+        added = _ByKey(
+            keys=_matmul("bgrts,bgrtk->bgsk", dx, q),
+            values=_matmul("bgrts,bgrtv->bgsv", p.astype(do.dtype), do),
+            bias=None if near.bias is None else jnp.where(biased, da, 0).sum(3).swapaxes(2, 3),
+        )
+        dq = _matmul("bgrts,bgsk->bgrtk", dx, near.keys).astype(q.dtype)
+        return jax.tree.map(jnp.add, sums, added), dq
 
-    dbias, bias_vjp = None, None
-    if block_bias is not None:
-        bias, bias_vjp = jax.vjp(lambda x: _grouped_bias(x, q, k, scene.mask), block_bias)
-        dbias = jnp.zeros_like(bias)
-    sums = (jnp.zeros_like(keys, lse.dtype), jnp.zeros_like(values, lse.dtype), dbias)
-    blocks = (_indices(T, tokens), *(_split(x, tokens, G) for x in (q, do, lse, shift)))
-    (dk, dv, dbias), dq = lax.scan(differentiate, sums, blocks)
-    dk, dv = dk.swapaxes(1, 2).astype(k.dtype), dv.swapaxes(1, 2).astype(v.dtype)
-    return _merge(dq, T), dk, dv, bias_vjp and bias_vjp(dbias)[0], None
+    blocks = (_indices(span), *(_split(x, span, by_key) for x in rows))
+    zeros = jax.tree.map(jnp.zeros_like, _first_keys(sums, span))
+    added, dq = lax.scan(differentiate, zeros, blocks)
+
+    def add(total, x):
+        return total + jnp.pad(x, ((0, 0), (0, 0), (0, total.shape[2] - span.keys), (0, 0)))
+
+    return _merge(dq, span), jax.tree.map(add, sums, added)
 
 
 _attend.defvjp(_forward, _backward)
 
 
-def _scorer(options: _Options, q, k, block_bias, scene: Scene):
-    """A function of a query block: (logits, d logit / d (scale q.k), visible, biased pairs)."""
-    T, H, G = q.shape[1], q.shape[2], k.shape[2]
-    keys = k.swapaxes(1, 2)  # [B, G, S, K]
-    bias = 0 if block_bias is None else _grouped_bias(block_bias, q, k, scene.mask)
+def _scores(
+    options: _Options, span: _Span, index: Int[Array, "t"], q, by_key: _ByKey, scene: Scene
+) -> tuple[Float[Array, "B G r t s"], Float[Array, "..."], Bool[Array, "#B #G #r t s"]]:
+    """(logits, -inf where hidden; their slope in scale q.k; the pairs that carry the bias)."""
+    G, r = q.shape[1:3]
+    visible, biased = visibility(scene, G * r, index, options.window, span.keys)
+    visible &= (index < span.stop)[:, None]  # the last block of a span is padded
 
-    def grouped(pairs):  # [#B, #H, t, S] -> [#B, #G, #r, t, S]
-        heads = (1, 1) if pairs.shape[1] == 1 else (G, H // G)
+    def grouped(pairs):  # [#B, #H, t, s] -> [#B, #G, #r, t, s]
+        heads = (1, 1) if pairs.shape[1] == 1 else (G, r)
         return pairs.reshape(pairs.shape[0], *heads, *pairs.shape[2:])
 
-    def score(index, q):
-        visible, biased = (grouped(x) for x in visibility(scene, H, index, options.window))
-        visible &= (index < T)[:, None]  # the last block is padded
-        scores, slope = options.scale * _matmul("bgrtk,bgsk->bgrts", q, keys), 1
-        if options.softcap is not None:
-            bounded = jnp.tanh(scores / options.softcap)
-            scores, slope = options.softcap * bounded, 1 - bounded * bounded
-        if block_bias is not None:
-            scores += jnp.where(biased, bias, 0)
-        return scores, slope, visible, biased
-
-    return score
-
-
-def _grouped_bias(block_bias, q, k, mask: BlockMask) -> Float[Array, "B G r 1 S"]:
-    (B, _, H, _), (S, G) = q.shape, k.shape[1:3]
-    dtype = jnp.promote_types(q.dtype, jnp.float32)
-    return bias_by_key(block_bias.astype(dtype), mask, H, S).reshape(B, G, H // G, 1, S)
+    visible, biased = grouped(visible), grouped(biased)
+    scores = options.scale * _matmul("bgrtk,bgsk->bgrts", q, by_key.keys)
+    slope = jnp.ones((), scores.dtype)
+    if options.softcap is not None:
+        bounded = jnp.tanh(scores / options.softcap)
+        scores, slope = options.softcap * bounded, 1 - bounded * bounded
+    if by_key.bias is not None:
+        scores += jnp.where(biased, by_key.bias.swapaxes(2, 3)[..., None, :], 0)
+    return jnp.where(visible, scores, -jnp.inf), slope, biased
 
 
 def _matmul(equation: str, a: Array, b: Array) -> Array:
@@ -153,22 +183,46 @@ def _matmul(equation: str, a: Array, b: Array) -> Array:
     return jnp.einsum(equation, a, b, precision=precision, preferred_element_type=accumulator)
 
 
-def _query_block(q_shape: tuple[int, ...], k_shape: tuple[int, ...]) -> int:
-    """Queries per block: what SCORES_PER_BLOCK allows, in blocks of equal size."""
-    (B, T, H, _), S = q_shape, k_shape[1]
-    return cdiv(T, min(T, cdiv(B * H * T * S, SCORES_PER_BLOCK)))
+def _by_key(k, v, block_bias, heads: int, mask: BlockMask) -> _ByKey:
+    B, S, G, _ = k.shape
+    bias = None
+    if block_bias is not None:
+        block_bias = block_bias.astype(jnp.promote_types(k.dtype, jnp.float32))
+        bias = bias_by_key(block_bias, mask, heads, S).reshape(B, G, -1, S).swapaxes(2, 3)
+    return _ByKey(k.swapaxes(1, 2), v.swapaxes(1, 2), bias)
 
 
-def _indices(T: int, tokens: int) -> Int[Array, "n t"]:
-    return split_chunks(jnp.arange(cdiv(T, tokens) * tokens, dtype=jnp.int32), tokens, axis=0)
+def _first_keys(by_key: _ByKey, span: _Span) -> _ByKey:
+    return jax.tree.map(lambda x: x[:, :, : span.keys], by_key)
 
 
-def _split(x: Float[Array, "B T H d"], tokens: int, G: int) -> Float[Array, "n B G r t d"]:
+def _spans(T: int, S: int, offset: int | None) -> list[_Span]:
+    """Cuts T queries into spans of whole blocks; query i sees no key after offset + i."""
+    block = cdiv(T, cdiv(T, QUERY_BLOCK))
+    count = 1 if offset is None else min(MAX_SPANS, cdiv(T, SPAN_TOKENS))
+    length = block * cdiv(cdiv(T, count), block)
+    spans = []
+    for start in range(0, T, length):
+        stop = min(start + length, T)
+        keys = S if offset is None else min(max(offset + stop, 1), S)
+        spans.append(_Span(start, stop, block, keys))
+    return spans
+
+
+def _indices(span: _Span) -> Int[Array, "n t"]:
+    count = cdiv(span.stop - span.start, span.block) * span.block
+    return split_chunks(span.start + jnp.arange(count, dtype=jnp.int32), span.block, axis=0)
+
+
+def _split(x: Float[Array, "B T H d"], span: _Span, by_key: _ByKey) -> Array:
+    """The rows of a span: [B, T, H, d] -> [n, B, G, r, t, d]."""
     B, _, H, d = x.shape
-    x = split_chunks(pad_to_multiple(x, tokens, axis=1), tokens)
-    return x.reshape(B, -1, tokens, G, H // G, d).transpose(1, 0, 3, 4, 2, 5)
+    G = by_key.keys.shape[1]
+    x = split_chunks(pad_to_multiple(x[:, span.start : span.stop], span.block, axis=1), span.block)
+    return x.reshape(B, -1, span.block, G, H // G, d).transpose(1, 0, 3, 4, 2, 5)
 
 
-def _merge(x: Float[Array, "n B G r t d"], T: int) -> Float[Array, "B T H d"]:
+def _merge(x: Float[Array, "n B G r t d"], span: _Span) -> Float[Array, "B t H d"]:
     n, B, G, r, t, d = x.shape
-    return x.transpose(1, 0, 4, 2, 3, 5).reshape(B, n * t, G * r, d)[:, :T]
+    merged = x.transpose(1, 0, 4, 2, 3, 5).reshape(B, n * t, G * r, d)
+    return merged[:, : span.stop - span.start]
