@@ -48,15 +48,16 @@ def source_rows(
         else:
             task = NeedleTask(source, tokenizer, split)
         return SyntheticRows(task, length, alignment, **common)
-    store = _store(config, source, split, tokenizer, field)
+    store = token_store(config, source, split, tokenizer, field)
     rows = PackedRows(store, length, alignment, **common)
     require(len(rows) > 0, f"{field}: no {split} text")
     return rows
 
 
-def _store(
+def token_store(
     config: DataConfig, source: SourceConfig, split: Split, tokenizer: Tokenizer, field: str
 ) -> TokenStore:
+    """The documents of one split of a source that is text, each ended by the end-of-text token."""
     fraction = config.validation_fraction
     if isinstance(source, EmbeddedText):
         return _embedded_store(split, fraction, tokenizer)

@@ -28,11 +28,26 @@ class Task(Protocol):
     valid; a sample that turns out too long shrinks by `increment`.
     """
 
-    name: str
-    haystack: str  # the label of what surrounds the answers
-    tokens_to_generate: int
-    metric: str  # a key of scoring.METRICS
-    shortest_length: int  # below this many tokens the task has no question to ask
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def haystack(self) -> str:
+        """The label of what surrounds the answers."""
+        ...
+
+    @property
+    def tokens_to_generate(self) -> int: ...
+
+    @property
+    def metric(self) -> str:
+        """A key of scoring.METRICS."""
+        ...
+
+    @property
+    def shortest_length(self) -> int:
+        """Below this many tokens the task has no question to ask."""
+        ...
 
     def increment(self, length: int) -> int: ...
 
