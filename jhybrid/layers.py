@@ -144,7 +144,7 @@ class ShortConv(nnx.Module):
         self.width = width
 
     def empty_tail(self, batch: int, dtype: str) -> Float[Array, "B W-1 F"]:
-        return jnp.zeros((batch, self.width - 1, self.weight.shape[1]), dtype)
+        return jnp.zeros((batch, self.width - 1, self.weight.shape[-1]), dtype)
 
     def __call__(
         self,
