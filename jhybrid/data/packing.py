@@ -17,7 +17,9 @@ import numpy as np
 from grain.experimental import index_shuffle
 
 
-def pack_sizes(counts: Sequence[int], capacity: int) -> list[tuple[dict[int, int], int]]:
+def pack_sizes(
+    counts: Sequence[int] | np.ndarray, capacity: int
+) -> list[tuple[dict[int, int], int]]:
     """Bins for counts[s] pieces of s slots each, as (pieces per size, number of such bins).
 
     Sizes go from large to small, every piece into the fullest bin that still takes it.

@@ -5,8 +5,8 @@ It is the same in every process, and stays valid for another number of processes
 consists of the same rows, and each process takes a contiguous part of them.
 """
 
-import dataclasses
 import hashlib
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,6 +24,8 @@ Batch = dict[str, np.ndarray]
 
 # Held-out rows of a source that generates its documents.
 SYNTHETIC_VALIDATION_ROWS = 64
+# Rows until training data ends: never, yet few enough for Grain's floating-point lengths.
+ENDLESS = 2**52
 # Batches prepared ahead in threads of this process.
 READ_OPTIONS = grain.ReadOptions(num_threads=2, prefetch_buffer_size=4)
 
@@ -39,7 +41,7 @@ def train_batches(
     tokenizer = load_tokenizer(config.tokenizer)
     sources = [source_rows(config, i, "train", tokenizer) for i in range(len(config.sources))]
     endless = [rows.repeat() if isinstance(rows, PackedRows) else rows for rows in sources]
-    mixed = grain.MapDataset.mix(endless, [source.weight for source in config.sources])
+    mixed = grain.MapDataset.mix(endless, [source.weight for source in config.sources])[:ENDLESS]
     return BatchIterator(
         _process_batches(mixed, config, process_index, process_count),
         fingerprint=_fingerprint(config, tokenizer, sources),
@@ -68,7 +70,7 @@ def validation_batches(
     indices = sources or range(len(config.sources))
     chosen = [source_rows(config, i, "validation", tokenizer) for i in indices]
     held_out = [
-        rows[:SYNTHETIC_VALIDATION_ROWS] if isinstance(rows, SyntheticRows) else rows
+        rows.slice(slice(SYNTHETIC_VALIDATION_ROWS)) if isinstance(rows, SyntheticRows) else rows
         for rows in chosen
     ]
     rows = grain.MapDataset.concatenate(held_out).shuffle(seed=config.seed)
@@ -103,13 +105,12 @@ def _fingerprint(
     config: DataConfig, tokenizer: Tokenizer, sources: Sequence[PackedRows | SyntheticRows]
 ) -> str:
     """Changes with whatever changes the batches; not with where files are or who reads them."""
-    anonymous = tuple(
-        dataclasses.replace(source, paths=()) if hasattr(source, "paths") else source
-        for source in config.sources
-    )
-    settings = dataclasses.replace(config, sources=anonymous, tokenizer="", num_workers=0)
+    settings = json.loads(to_json(config))
+    for source in settings["sources"]:
+        source.pop("paths", None)
+    del settings["tokenizer"], settings["num_workers"]
     contents = [rows.store.fingerprint for rows in sources if isinstance(rows, PackedRows)]
-    text = to_json(settings) + tokenizer.fingerprint + "".join(contents)
+    text = json.dumps(settings) + tokenizer.fingerprint + "".join(contents)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -128,6 +129,7 @@ class BatchIterator(grain.DatasetIterator[Batch]):
         sources: Sequence[PackedRows | SyntheticRows],
     ):
         super().__init__()
+        self._batches: grain.DatasetIterator[Batch] | None = None
         require(
             num_workers == 0 or flags.FLAGS.is_parsed(),
             f"data.num_workers={num_workers}: Grain's worker processes need parsed absl flags; "
@@ -136,9 +138,8 @@ class BatchIterator(grain.DatasetIterator[Batch]):
         self._dataset = dataset
         self._fingerprint = fingerprint
         self._num_workers = num_workers
-        self._sources = sources
+        self.sources = tuple(sources)
         self._taken = 0
-        self._batches: grain.DatasetIterator[Batch] | None = None
 
     def __next__(self) -> Batch:
         if self._batches is None:
@@ -174,7 +175,7 @@ class BatchIterator(grain.DatasetIterator[Batch]):
 
     def describe(self) -> str:
         """One line per source: its size, and what packing leaves empty."""
-        return "\n".join(rows.describe() for rows in self._sources)
+        return "\n".join(rows.describe() for rows in self.sources)
 
 
 class ValidationBatches(Sequence[Batch]):

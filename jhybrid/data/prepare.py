@@ -16,7 +16,6 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from jhybrid.config import require
 from jhybrid.data.records import write_records
 from jhybrid.data.stores import BATCH
 from jhybrid.data.text import SUFFIXES, find_files, read_documents
@@ -32,23 +31,23 @@ def local_texts(paths: list[str], text_field: str) -> Iterator[str]:
 def hub_texts(name: str, subset: str | None, split: str, text_field: str) -> Iterator[str]:
     """Streams a dataset; nothing is downloaded beyond what is read."""
     try:
-        import datasets
+        import datasets  # pyright: ignore[reportMissingImports]  (the extra `data`)
     except ImportError:
         raise UserError("--hf needs the package datasets: pip install 'jhybrid[data]'") from None
     try:
-        examples = iter(datasets.load_dataset(name, name=subset, split=split, streaming=True))
-        first = next(examples, None)
+        for example in datasets.load_dataset(name, name=subset, split=split, streaming=True):
+            text = example.get(text_field)
+            if not isinstance(text, str):
+                raise UserError(
+                    f"--text-field {text_field!r} holds no text in {name}; "
+                    f"fields: {', '.join(example)}"
+                )
+            yield text
+    except UserError:
+        raise
     except Exception as error:  # network, hub, name and format errors share no base class
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise UserError(f"--hf {name}: cannot be streamed ({reason[0]})") from None
-    require(first is not None, f"--hf {name}: split {split!r} is empty")
-    for example in itertools.chain([first], examples):
-        text = example.get(text_field)
-        require(
-            isinstance(text, str),
-            f"--text-field {text_field!r} holds no text in {name}; fields: {', '.join(example)}",
-        )
-        yield text
 
 
 def tokenize(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[np.ndarray]:

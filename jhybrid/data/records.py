@@ -84,7 +84,7 @@ def write_records(
                 current = None
         if current is not None:
             shards.append(current.close())
-        require(len(shards) > 0, "--input: no documents")
+        require(len(shards) > 0, "no documents to write")
         metadata = {
             "format": FORMAT,
             "tokenizer": tokenizer.name,
@@ -119,10 +119,16 @@ class RecordStore:
         files = find_files(paths, (".arrayrecord",), field)
         digest = hashlib.sha256()
         lengths = []
+        listed: set[pathlib.Path] = set()
         for file in files:
-            shard = _check_shard(file, tokenizer, field)
+            shards = _read_shards(file.parent, tokenizer, field)
+            shard = _check_shard(file, shards, field)
+            listed.update(file.parent / name for name in shards)
             digest.update(json.dumps(shard).encode())
             lengths.append(_read_lengths(file, shard["documents"]))
+        for missing in sorted(listed - set(files)):
+            folder = any(missing.parent == pathlib.Path(path).expanduser() for path in paths)
+            require(not folder, f"{field}: {missing} is missing")
         self.lengths = np.concatenate(lengths)
         self.fingerprint = digest.hexdigest()
         self._files = files
@@ -139,9 +145,9 @@ class RecordStore:
         return np.frombuffer(raw, "<u4" if wide else "<u2")[start:stop].astype(np.int32)
 
 
-def _check_shard(file: pathlib.Path, tokenizer: Tokenizer, field: str) -> dict:
-    """The metadata of one shard, after checking that it is whole and fits the tokenizer."""
-    path = file.parent / METADATA
+def _read_shards(folder: pathlib.Path, tokenizer: Tokenizer, field: str) -> dict[str, dict]:
+    """What the folder's metadata says of each shard, if the tokenizer is the one it names."""
+    path = folder / METADATA
     require(
         path.is_file(),
         f"{field}: {path} is missing; ArrayRecord files are made by python -m jhybrid.data.prepare",
@@ -156,10 +162,15 @@ def _check_shard(file: pathlib.Path, tokenizer: Tokenizer, field: str) -> dict:
     require(version == FORMAT, f"{field}: {path} has format {version}, expected {FORMAT}")
     require(
         made_for == tokenizer.fingerprint,
-        f"{field}: {file.parent} was prepared with tokenizer {made_with!r}, which is not "
+        f"{field}: {folder} was prepared with tokenizer {made_with!r}, which is not "
         f"data.tokenizer={tokenizer.name!r}",
     )
-    require(file.name in shards, f"{field}: {file} is not listed in {path}")
+    return shards
+
+
+def _check_shard(file: pathlib.Path, shards: dict[str, dict], field: str) -> dict:
+    """The metadata of one shard, after checking that it is whole."""
+    require(file.name in shards, f"{field}: {file} is not listed in {file.parent / METADATA}")
     shard, size = shards[file.name], file.stat().st_size
     require(
         size == shard["bytes"],

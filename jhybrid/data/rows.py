@@ -126,8 +126,7 @@ class SyntheticRows(grain.MapDataset[Row]):
         self._pad = pad
 
     def describe(self) -> str:
-        rows = [self[i] for i in range(SAMPLE_ROWS)]
-        padding = np.mean([row["segment_ids"] < 0 for row in rows])
+        padding = np.mean([self._row(i)["segment_ids"] < 0 for i in range(SAMPLE_ROWS)])
         return f"{self._name}: endless, {padding:.1%} padding"
 
     def __len__(self) -> int:
@@ -136,6 +135,9 @@ class SyntheticRows(grain.MapDataset[Row]):
     def __getitem__(self, index):
         if isinstance(index, slice):
             return self.slice(index)
+        return self._row(index)
+
+    def _row(self, index: int) -> Row:
         rng = np.random.default_rng((*self._seed, index))
         placed = [(self._generator.example(rng), column) for column in self._columns]
         return assemble(placed, self._row_tokens, self._pad)

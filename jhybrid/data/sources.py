@@ -38,7 +38,7 @@ def source_rows(
         "pad": tokenizer.eos,
         "name": f"{field} ({type(source).__name__})",
     }
-    if is_synthetic(source):
+    if isinstance(source, AssociativeRecall | Needle):
         require(
             source.length <= length,
             f"{field}.length={source.length} is longer than data.sequence_length={length}",

@@ -67,7 +67,8 @@ def _field_of_line(line: str, text_field: str, where: str) -> str:
     except json.JSONDecodeError as error:
         raise UserError(f"{where}: not a complete JSON line ({error.msg})") from None
     text = record.get(text_field) if isinstance(record, dict) else None
-    require(isinstance(text, str), f"{where}: has no text field {text_field!r}")
+    if not isinstance(text, str):
+        raise UserError(f"{where}: has no text field {text_field!r}")
     return text
 
 
