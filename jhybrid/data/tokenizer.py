@@ -11,6 +11,7 @@ import hashlib
 import json
 import pathlib
 from collections.abc import Iterable, Sequence
+from typing import SupportsIndex
 
 import numpy as np
 import tokenizers
@@ -47,7 +48,7 @@ class Tokenizer(abc.ABC):
     def encode(self, text: str) -> list[int]: ...
 
     @abc.abstractmethod
-    def decode(self, ids: Iterable[int]) -> str: ...
+    def decode(self, ids: Iterable[SupportsIndex]) -> str: ...
 
     def encode_batch(self, texts: Sequence[str]) -> list[Int[np.ndarray, "n"]]:
         """One int32 array of ids per text."""
@@ -72,8 +73,8 @@ class ByteTokenizer(Tokenizer):
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
-    def decode(self, ids: Iterable[int]) -> str:
-        return bytes(i for i in ids if i < 256).decode(errors="replace")
+    def decode(self, ids: Iterable[SupportsIndex]) -> str:
+        return bytes(i for i in map(int, ids) if i < 256).decode(errors="replace")
 
     def encode_batch(self, texts: Sequence[str]) -> list[Int[np.ndarray, "n"]]:
         return [np.frombuffer(text.encode(), np.uint8).astype(np.int32) for text in texts]
@@ -108,8 +109,8 @@ class HuggingFaceTokenizer(Tokenizer):
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
-    def decode(self, ids: Iterable[int]) -> str:
-        return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
+    def decode(self, ids: Iterable[SupportsIndex]) -> str:
+        return self._tokenizer.decode(list(map(int, ids)), skip_special_tokens=True)
 
     def encode_batch(self, texts: Sequence[str]) -> list[Int[np.ndarray, "n"]]:
         encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
