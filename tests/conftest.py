@@ -31,6 +31,14 @@ def float64():
         yield
 
 
+@pytest.fixture
+def quick_compile():
+    """Halves compile time, for tests of whole models that run each program once or twice."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 def pytest_collection_modifyitems(items):
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked and jax.default_backend() != "gpu":

@@ -1,0 +1,267 @@
+"""The language model: embedding, a stack of blocks as data, final norm, tied or untied head.
+
+Equal repeats of the layer pattern share one traced body (`jax.lax.scan` over stacked parameters);
+`scan_blocks=False` unrolls the same parameters to the same results. Everything that changes from
+call to call, recurrent state and random keys included, is an argument and a result.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jhybrid.block_groups import Group, find_groups, named_parameters
+from jhybrid.config import (
+    BlockConfig,
+    ChunkRoutedConfig,
+    GatedDeltaNetConfig,
+    MixerConfig,
+    ModelConfig,
+    SoftmaxConfig,
+    SwiGLUConfig,
+)
+from jhybrid.layers import LayerNorm, RMSNorm, SwiGLU, normal
+from jhybrid.mixers import Context, Report, State, build_mixer
+from jhybrid.sharding import OP_OUTPUT, constrain
+from pallas_kernels.array_types import Array, Float, Int
+
+NORMS = {"rms": RMSNorm, "layer": LayerNorm}
+CHANNEL_MIXERS = {SwiGLUConfig: SwiGLU}
+
+# What the backward pass keeps of a block; the rest is computed again. None: no remat at all.
+REMAT: Mapping[str, Callable | None] = {
+    "none": None,
+    # the block's input only
+    "block": jax.checkpoint_policies.nothing_saveable,
+    # and the results of the projections (matrix products without a batch dimension)
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    # and what the mixers' ops returned (attention and delta-rule outputs)
+    "mixer_outputs": jax.checkpoint_policies.save_only_these_names(OP_OUTPUT),
+}
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True)
+class Output:
+    """hidden: after the final norm. state: None if none was given. reports: by `blocks.{index}`,
+    of the mixers that report anything."""
+
+    hidden: Float[Array, "B T D"]
+    state: State
+    reports: dict[str, Report]
+
+
+class Block(nnx.Module):
+    """x += mixer(norm(x)); then, if there is one, x += channel_mixer(norm(x))."""
+
+    def __init__(self, config: BlockConfig, model: ModelConfig, *, rngs: nnx.Rngs):
+        self.mixer_norm = _norm(config.norm, model)
+        self.mixer = build_mixer(config.mixer, model, rngs=rngs)
+        channels = config.channel_mixer
+        dtypes = {"dtype": model.compute_dtype, "param_dtype": model.param_dtype}
+        self.channel_norm = None if channels is None else _norm(config.norm, model)
+        self.channel_mixer = (
+            None
+            if channels is None
+            else CHANNEL_MIXERS[type(channels)](channels, model.dim, rngs=rngs, **dtypes)
+        )
+
+    def __call__(
+        self, x: Float[Array, "B T D"], state: State, context: Context
+    ) -> tuple[Float[Array, "B T D"], State, Report]:
+        y, state, report = self.mixer(self.mixer_norm(x), state, context)
+        x = constrain(x + y, "batch", "time", None)
+        if self.channel_mixer is not None:
+            x = constrain(x + self.channel_mixer(self.channel_norm(x)), "batch", "time", None)
+        return x, state, report
+
+
+class HybridLM(nnx.Module):
+    """A decoder-only language model whose token mixers differ from block to block."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        shape, dtype = (config.vocab_size, config.dim), config.param_dtype
+        self.embed = nnx.Param(normal(rngs, shape, dtype), axes=("vocab", "embed"))
+        self.groups = nnx.List(
+            nnx.List(_stacked(block, config, group.repeats, rngs) for block in group.pattern)
+            for group in find_groups(config.blocks)
+        )
+        self.norm = _norm(config.blocks[-1].norm, config)
+        self.head = (
+            None
+            if config.tied_head
+            else nnx.Param(normal(rngs, shape[::-1], dtype), axes=("embed", "vocab"))
+        )
+
+    def initial_state(self, batch: int, max_length: int) -> State:
+        """The state before the first token of `batch` rows of at most `max_length` tokens.
+
+        Per group, per position: the mixer's state, stacked over the repeats.
+        """
+
+        def stacked(block: Block, repeats: int) -> State:
+            state = block.mixer.initial_state(batch, max_length)
+            return jax.tree.map(lambda x: jnp.broadcast_to(x, (repeats, *x.shape)), state)
+
+        return tuple(
+            tuple(stacked(block, group.repeats) for block in blocks)
+            for group, blocks in zip(find_groups(self.config.blocks), self.groups, strict=True)
+        )
+
+    def __call__(self, tokens: Int[Array, "B T"], context: Context, state: State = None) -> Output:
+        """Without `state` a full sequence; with it a prefill or, for T = 1, a decoding step."""
+        x = self.embed[...][tokens].astype(self.config.compute_dtype)
+        x = constrain(x, "batch", "time", None)
+        states, reports = [], {}
+        for i, (group, blocks) in enumerate(
+            zip(find_groups(self.config.blocks), self.groups, strict=True)
+        ):
+            before = (None,) * len(blocks) if state is None else state[i]
+            x, after, group_reports = self._run(group, blocks, x, before, context)
+            states.append(after)
+            for position, report in enumerate(group_reports):
+                for repeat in range(group.repeats if report else 0):
+                    name = f"blocks.{group.block(repeat, position)}"
+                    reports[name] = {key: value[repeat] for key, value in report.items()}
+        return Output(self.norm(x), None if state is None else tuple(states), reports)
+
+    def logits(self, hidden: Float[Array, "... D"]) -> Float[Array, "... vocab"]:
+        """fp32 logits; the product is taken in the compute dtype and accumulated in fp32."""
+        head = self.embed[...].T if self.head is None else self.head[...]
+        dtype = jnp.dtype(self.config.compute_dtype)
+        wide = jnp.promote_types(dtype, jnp.float32)
+        return jnp.matmul(hidden.astype(dtype), head.astype(dtype), preferred_element_type=wide)
+
+    def _run(self, group: Group, blocks, x, states: tuple, context: Context):
+        """All repeats of one group: x, states and reports (per position, stacked over repeats)."""
+        graphdefs, params = zip(*(nnx.split(block) for block in blocks), strict=True)
+        scan = self.config.scan_blocks and group.repeats > 1
+
+        def run_block(position: int):
+            def run(params, x, state, context):
+                return nnx.merge(graphdefs[position], params)(x, state, context)
+
+            policy = REMAT[self.config.remat]
+            if policy is None:
+                return run
+            # inside a scan nothing can be merged with the forward pass, outside it must not be
+            return jax.checkpoint(run, policy=policy, prevent_cse=not scan)
+
+        def body(x, slices):
+            params, states, repeat = slices
+            results = []
+            for position in range(len(blocks)):
+                own = context
+                if context.rng is not None:
+                    key = jax.random.fold_in(context.rng, group.block(repeat, position))
+                    own = dataclasses.replace(context, rng=key)
+                x, *rest = run_block(position)(params[position], x, states[position], own)
+                results.append(rest)
+            states, reports = zip(*results, strict=True)
+            return x, (states, reports)
+
+        slices = (params, states, jnp.arange(group.repeats))
+        if scan:
+            x, (states, reports) = jax.lax.scan(body, x, slices)
+        else:
+            outputs = []
+            for one in _unstacked(slices, group.repeats):
+                x, output = body(x, one)
+                outputs.append(output)
+            states, reports = jax.tree.map(lambda *parts: jnp.stack(parts), *outputs)
+        return x, states, reports
+
+
+def training_context(batch: Mapping[str, Int[Array, "B T"]]) -> Context:
+    """The context of a batch of packed documents (`positions`, `segment_ids`)."""
+    return Context(positions=batch["positions"], segment_ids=batch["segment_ids"])
+
+
+def parameter_count(config: ModelConfig) -> int:
+    """Exact number of parameters, without allocating any."""
+    model = nnx.eval_shape(lambda: HybridLM(config, rngs=nnx.Rngs(0)))
+    return sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
+
+
+def flops_per_token(
+    config: ModelConfig, sequence_length: int, *, softmax_fraction: float = 0.5
+) -> float:
+    """Floating-point operations of training on one token: forward, and twice that backward.
+
+        3 * (2 * P + sum over blocks of M)
+
+    P: parameters of every matrix and convolution, each used once per token: all parameters of two
+    or more dimensions, the embedding only as a tied head. M, the mixer without its projections,
+    for T = sequence_length tokens from the start of one document, averaged over them:
+
+        softmax        2 H (K + V) n,  n = (T + 1) / 2, the mean of min(i, window) for a window
+        delta rule     6 H K V         (read S^T k, write k u^T, read S^T q; decay not counted)
+        chunk-routed   both, with n = (C + 1) / 2 + softmax_fraction * (T - C) / 2
+
+    What remat computes again, and what an implementation adds (chunked forms, masked blocks), is
+    work but not counted. `softmax_fraction` is the share of (chunk, head) pairs sent to softmax.
+    """
+    model = nnx.eval_shape(lambda: HybridLM(config, rngs=nnx.Rngs(0)))
+    matrices = 0
+    for path, leaf in named_parameters(nnx.state(model, nnx.Param)).items():
+        shape = leaf.get_value().shape
+        is_matrix = len(shape) - path.startswith("groups.") >= 2
+        if is_matrix and (path != "embed" or config.tied_head):
+            matrices += math.prod(shape)
+    mixing = sum(
+        _mixing_flops(block.mixer, sequence_length, softmax_fraction) for block in config.blocks
+    )
+    return 3 * (2 * matrices + mixing)
+
+
+def _mixing_flops(mixer: MixerConfig, length: int, softmax_fraction: float) -> float:
+    match mixer:
+        case SoftmaxConfig():
+            window = min(mixer.window or length, length)
+            seen = (window * (window + 1) / 2 + window * (length - window)) / length
+            return 4 * mixer.num_heads * mixer.head_dim * seen
+        case GatedDeltaNetConfig():
+            return 6 * mixer.value_heads * mixer.key_dim * mixer.value_dim
+        case ChunkRoutedConfig():
+            chunk = min(mixer.chunk_size, length)
+            seen = (chunk + 1) / 2 + softmax_fraction * (length - chunk) / 2
+            softmax_dims = mixer.softmax_key_dim + mixer.softmax_value_dim
+            delta = 6 * mixer.num_heads * mixer.key_dim * mixer.value_dim
+            return delta + 2 * mixer.num_softmax_heads * softmax_dims * seen
+    raise TypeError(f"no FLOP count for {type(mixer).__name__}")
+
+
+def _norm(kind: str, model: ModelConfig) -> RMSNorm | LayerNorm:
+    return NORMS[kind](model.dim, eps=model.norm_eps, param_dtype=model.param_dtype)
+
+
+def _stacked(config: BlockConfig, model: ModelConfig, repeats: int, rngs: nnx.Rngs) -> Block:
+    """A block whose parameters hold `repeats` independent initialisations on a `layers` axis."""
+
+    def init(key: Array) -> nnx.State:
+        return nnx.state(Block(config, model, rngs=nnx.Rngs(key)))
+
+    def name_layers(variable: nnx.Variable) -> nnx.Variable:
+        variable = variable.replace(variable.get_value())
+        variable.set_metadata(axes=("layers", *variable.get_metadata()["axes"]))
+        return variable
+
+    graphdef = nnx.graphdef(nnx.eval_shape(lambda: Block(config, model, rngs=nnx.Rngs(0))))
+    state = jax.vmap(init)(jax.random.split(rngs.params(), repeats))
+    is_variable = lambda node: isinstance(node, nnx.Variable)  # noqa: E731
+    return nnx.merge(graphdef, jax.tree.map(name_layers, state, is_leaf=is_variable))
+
+
+def _unstacked(tree: Any, repeats: int) -> list:
+    """Slices of every array along axis 0, by one split, whose gradient is one concatenation."""
+    leaves, structure = jax.tree.flatten(tree)
+    pieces = [jax.lax.split(leaf, (1,) * repeats) for leaf in leaves]
+    return [
+        structure.unflatten([jax.lax.squeeze(piece[i], (0,)) for piece in pieces])
+        for i in range(repeats)
+    ]

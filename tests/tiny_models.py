@@ -1,0 +1,54 @@
+"""The models of the model and decoding tests: three kinds of mixers in a repeated pattern."""
+
+import functools
+
+import jax
+import numpy as np
+from flax import nnx
+
+from jhybrid.config import (
+    BlockConfig,
+    ChunkRoutedConfig,
+    GatedDeltaNetConfig,
+    ModelConfig,
+    SoftmaxConfig,
+    SwiGLUConfig,
+)
+from jhybrid.model import HybridLM
+
+VOCAB = 53
+CHUNK = 8
+
+LINEAR = GatedDeltaNetConfig(num_heads=2, key_dim=8, value_dim=8)
+SOFTMAX = SoftmaxConfig(num_heads=4, num_kv_heads=2, head_dim=8)
+ROUTED = ChunkRoutedConfig(
+    num_heads=2, key_dim=8, value_dim=16, num_softmax_heads=4, chunk_size=CHUNK
+)
+
+
+def tiny(*mixers, channels: bool = True, **fields) -> ModelConfig:
+    """A float32 model of one block per mixer; by default two repeats of all three kinds + one."""
+    channel_mixer = SwiGLUConfig(width=32) if channels else None
+    blocks = [
+        BlockConfig(mixer=mixer, channel_mixer=channel_mixer)
+        for mixer in mixers or (LINEAR, SOFTMAX, ROUTED, LINEAR, SOFTMAX, ROUTED, ROUTED)
+    ]
+    defaults = {"vocab_size": VOCAB, "dim": 16, "compute_dtype": "float32", "remat": "none"}
+    return ModelConfig(blocks=tuple(blocks), **{**defaults, **fields})
+
+
+@functools.cache
+def build(config: ModelConfig, seed: int = 0) -> HybridLM:
+    """A model with weights large enough for routing and attention to have something to say."""
+
+    @jax.jit
+    def params():
+        state = nnx.state(HybridLM(config, rngs=nnx.Rngs(seed)))
+        return jax.tree.map(lambda x: 6 * x if x.ndim > 2 else x, state)
+
+    graphdef = nnx.graphdef(nnx.eval_shape(lambda: HybridLM(config, rngs=nnx.Rngs(seed))))
+    return nnx.merge(graphdef, params())
+
+
+def tokens(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, VOCAB, shape, dtype=np.int32)
