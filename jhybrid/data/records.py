@@ -22,7 +22,6 @@ from jhybrid.config import require
 from jhybrid.data.text import find_files
 from jhybrid.data.tokenizer import Tokenizer
 from jhybrid.errors import UserError
-from pallas_kernels.array_types import Int
 
 METADATA = "metadata.json"
 FORMAT = 1
@@ -58,7 +57,7 @@ class _Shard:
 
 def write_records(
     out: pathlib.Path,
-    documents: Iterable[Int[np.ndarray, "n"]],
+    documents: Iterable[np.ndarray],
     tokenizer: Tokenizer,
     shard_tokens: int = 100_000_000,
 ) -> dict:
@@ -135,7 +134,7 @@ class RecordStore:
         self._files = files
         self._source = grain.sources.ArrayRecordDataSource([str(file) for file in files])
 
-    def read(self, document: int, start: int, stop: int) -> Int[np.ndarray, "n"]:
+    def read(self, document: int, start: int, stop: int) -> np.ndarray:
         try:
             raw = self._source[document]
         except Exception as error:  # the reader raises whatever its C++ side reports

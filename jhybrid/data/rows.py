@@ -10,13 +10,12 @@ The last token of a document is only ever a target: nothing follows it.
 
 import sys
 from collections.abc import Iterable
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol
 
 import grain
 import numpy as np
 
 from jhybrid.data.packing import PackingPlan
-from pallas_kernels.array_types import Int
 
 # Rows that stand for all when the padding of an endless source is reported.
 SAMPLE_ROWS = 4
@@ -27,23 +26,19 @@ Row = dict[str, np.ndarray]
 class Example(NamedTuple):
     """A document ready to be placed: what the model reads and what it should say."""
 
-    tokens: Int[np.ndarray, "n"]
-    targets: Int[np.ndarray, "n"]  # -1: no loss
+    tokens: np.ndarray  # int [n]
+    targets: np.ndarray  # int [n], -1: no loss
 
 
-@runtime_checkable
 class TokenStore(Protocol):
     """Documents as token ids, each ending with the end-of-text id."""
 
-    lengths: Int[np.ndarray, "documents"]  # tokens of each, the end-of-text id included
-    fingerprint: str  # of all ids
+    lengths: np.ndarray
+    fingerprint: str
 
-    def read(self, document: int, start: int, stop: int) -> Int[np.ndarray, "n"]:
-        """Ids start..stop of one document, int32."""
-        ...
+    def read(self, document: int, start: int, stop: int) -> np.ndarray: ...
 
 
-@runtime_checkable
 class ExampleGenerator(Protocol):
     """Endless synthetic documents."""
 
