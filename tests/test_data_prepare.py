@@ -14,6 +14,7 @@ import pytest
 from jhybrid.config import DataConfig, TokenRecords
 from jhybrid.data import load_tokenizer, prepare, train_batches, validation_batches
 from jhybrid.data.records import RecordStore, write_records
+from jhybrid.data.tokenizer import ByteTokenizer
 from jhybrid.errors import UserError
 
 TEXTS = [f"Document {i} " + "of the whale " * (i % 7) for i in range(40)]
@@ -74,9 +75,8 @@ def test_training_and_validation_divide_the_records(records):
 
 
 def test_a_large_vocabulary_takes_four_bytes(tmp_path):
-    tokenizer = types.SimpleNamespace(
-        name="large", fingerprint="f", vocab_size=70_000, eos=69_999, byte_lengths=None
-    )
+    tokenizer = ByteTokenizer()
+    tokenizer.vocab_size, tokenizer.eos = 70_000, 69_999
     metadata = write_records(tmp_path / "out", [np.array([65_536, 1])], tokenizer)
     assert metadata["dtype"] == "uint32"
     store = RecordStore([str(tmp_path / "out")], tokenizer, "data.paths")

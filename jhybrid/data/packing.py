@@ -16,6 +16,8 @@ from collections.abc import Sequence
 import numpy as np
 from grain.experimental import index_shuffle
 
+from pallas_kernels.array_types import Int
+
 
 def pack_sizes(
     counts: Sequence[int] | np.ndarray, capacity: int
@@ -63,7 +65,13 @@ class PackingPlan:
     ceil((L - 1) / row_tokens) pieces.
     """
 
-    def __init__(self, lengths: np.ndarray, row_tokens: int, alignment: int, seed: tuple[int, ...]):
+    def __init__(
+        self,
+        lengths: Int[np.ndarray, "documents"],
+        row_tokens: int,
+        alignment: int,
+        seed: tuple[int, ...],
+    ):
         self.row_tokens = row_tokens
         self.alignment = alignment
         self._seed = seed

@@ -22,6 +22,7 @@ from jhybrid.config import require
 from jhybrid.data.text import find_files
 from jhybrid.data.tokenizer import Tokenizer
 from jhybrid.errors import UserError
+from pallas_kernels.array_types import Int
 
 METADATA = "metadata.json"
 FORMAT = 1
@@ -57,7 +58,7 @@ class _Shard:
 
 def write_records(
     out: pathlib.Path,
-    documents: Iterable[np.ndarray],
+    documents: Iterable[Int[np.ndarray, "n"]],
     tokenizer: Tokenizer,
     shard_tokens: int = 100_000_000,
 ) -> dict:
@@ -134,7 +135,7 @@ class RecordStore:
         self._files = files
         self._source = grain.sources.ArrayRecordDataSource([str(file) for file in files])
 
-    def read(self, document: int, start: int, stop: int) -> np.ndarray:
+    def read(self, document: int, start: int, stop: int) -> Int[np.ndarray, "n"]:
         try:
             raw = self._source[document]
         except Exception as error:  # the reader raises whatever its C++ side reports

@@ -10,12 +10,13 @@ The last token of a document is only ever a target: nothing follows it.
 
 import sys
 from collections.abc import Iterable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import grain
 import numpy as np
 
 from jhybrid.data.packing import PackingPlan
+from pallas_kernels.array_types import Int
 
 # Rows that stand for all when the padding of an endless source is reported.
 SAMPLE_ROWS = 4
@@ -26,19 +27,23 @@ Row = dict[str, np.ndarray]
 class Example(NamedTuple):
     """A document ready to be placed: what the model reads and what it should say."""
 
-    tokens: np.ndarray  # int [n]
-    targets: np.ndarray  # int [n], -1: no loss
+    tokens: Int[np.ndarray, "n"]
+    targets: Int[np.ndarray, "n"]  # -1: no loss
 
 
+@runtime_checkable
 class TokenStore(Protocol):
     """Documents as token ids, each ending with the end-of-text id."""
 
-    lengths: np.ndarray
-    fingerprint: str
+    lengths: Int[np.ndarray, "documents"]  # tokens of each, the end-of-text id included
+    fingerprint: str  # of all ids
 
-    def read(self, document: int, start: int, stop: int) -> np.ndarray: ...
+    def read(self, document: int, start: int, stop: int) -> Int[np.ndarray, "n"]:
+        """Ids start..stop of one document, int32."""
+        ...
 
 
+@runtime_checkable
 class ExampleGenerator(Protocol):
     """Endless synthetic documents."""
 

@@ -7,6 +7,7 @@ import numpy as np
 
 from jhybrid.data.rows import TokenStore
 from jhybrid.data.tokenizer import Tokenizer
+from pallas_kernels.array_types import Int
 
 # Texts encoded at a time: enough for the tokenizer's threads, little enough to hold twice.
 BATCH = 1024
@@ -30,7 +31,7 @@ class TextStore:
         self._starts = np.concatenate([[0], np.cumsum(self.lengths)])
         self.fingerprint = hashlib.sha256(self._ids.tobytes()).hexdigest()
 
-    def read(self, document: int, start: int, stop: int) -> np.ndarray:
+    def read(self, document: int, start: int, stop: int) -> Int[np.ndarray, "n"]:
         first = int(self._starts[document])
         return self._ids[first + start : first + stop].astype(np.int32)
 
@@ -48,6 +49,6 @@ class TokenRange:
         self.fingerprint = f"{store.fingerprint}:{first}:{last}"
         self._store = store
 
-    def read(self, document: int, start: int, stop: int) -> np.ndarray:
+    def read(self, document: int, start: int, stop: int) -> Int[np.ndarray, "n"]:
         offset = int(self._begin[document])
         return self._store.read(int(self._documents[document]), offset + start, offset + stop)

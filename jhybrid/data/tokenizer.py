@@ -10,13 +10,15 @@ import gzip
 import hashlib
 import json
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import SupportsIndex
 
 import numpy as np
 import tokenizers
 
 from jhybrid.config import ModelConfig, require
 from jhybrid.errors import UserError
+from pallas_kernels.array_types import Int
 
 END_OF_TEXT = "<|endoftext|>"
 SHIPPED_BPE = pathlib.Path(__file__).parent / "tokenizers" / "bpe4096.json.gz"
@@ -32,28 +34,28 @@ class Tokenizer(abc.ABC):
       fingerprint: sha256 of what decides the encoding; equal fingerprints give equal ids.
       vocab_size: ids are smaller than this.
       eos: the id that ends a document.
-      byte_lengths: UTF-8 bytes each id stands for, 0 for special ids; int32 [vocab_size].
-      ordinary_ids: the ids that stand for text; int32, sorted.
+      byte_lengths: UTF-8 bytes each id stands for, 0 for special ids.
+      ordinary_ids: the ids that stand for text, sorted.
     """
 
     name: str
     fingerprint: str
     vocab_size: int
     eos: int
-    byte_lengths: np.ndarray
+    byte_lengths: Int[np.ndarray, "vocab"]
 
     @abc.abstractmethod
     def encode(self, text: str) -> list[int]: ...
 
     @abc.abstractmethod
-    def decode(self, ids: Sequence[int]) -> str: ...
+    def decode(self, ids: Iterable[SupportsIndex]) -> str: ...
 
-    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+    def encode_batch(self, texts: Sequence[str]) -> list[Int[np.ndarray, "n"]]:
         """One int32 array of ids per text."""
         return [np.asarray(self.encode(text), np.int32) for text in texts]
 
     @functools.cached_property
-    def ordinary_ids(self) -> np.ndarray:
+    def ordinary_ids(self) -> Int[np.ndarray, "ordinary"]:
         return np.flatnonzero(self.byte_lengths > 0).astype(np.int32)
 
 
@@ -71,10 +73,10 @@ class ByteTokenizer(Tokenizer):
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
-    def decode(self, ids: Sequence[int]) -> str:
-        return bytes(i for i in ids if i < 256).decode(errors="replace")
+    def decode(self, ids: Iterable[SupportsIndex]) -> str:
+        return bytes(i for i in map(int, ids) if i < 256).decode(errors="replace")
 
-    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+    def encode_batch(self, texts: Sequence[str]) -> list[Int[np.ndarray, "n"]]:
         return [np.frombuffer(text.encode(), np.uint8).astype(np.int32) for text in texts]
 
 
@@ -107,10 +109,10 @@ class HuggingFaceTokenizer(Tokenizer):
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
-    def decode(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=True)
+    def decode(self, ids: Iterable[SupportsIndex]) -> str:
+        return self._tokenizer.decode(list(map(int, ids)), skip_special_tokens=True)
 
-    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+    def encode_batch(self, texts: Sequence[str]) -> list[Int[np.ndarray, "n"]]:
         encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.asarray(e.ids, np.int32) for e in encoded]
 
@@ -141,7 +143,11 @@ def load_tokenizer(name: str) -> Tokenizer:
         path.is_file(),
         f"data.tokenizer: {name!r} is neither 'bpe4096', 'bytes' nor a tokenizer.json file",
     )
-    return HuggingFaceTokenizer(name, path.read_bytes(), _configured_end(path.parent))
+    try:
+        serialized = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"data.tokenizer: {path} cannot be read ({error.strerror})") from None
+    return HuggingFaceTokenizer(name, serialized, _configured_end(path.parent))
 
 
 def _configured_end(folder: pathlib.Path) -> str | None:
