@@ -82,7 +82,7 @@ class ChunkRouted(nnx.Module):
         self.config = config
         self.dim = model.dim
         self.dtype = model.compute_dtype
-        self.kernel = {"implementation": model.implementation}
+        self.implementation = model.implementation
         self.inputs = DeltaInputs(
             H, H, config.key_dim, config.value_dim, config.conv_width, model, rngs=rngs
         )
@@ -141,7 +141,7 @@ class ChunkRouted(nnx.Module):
             chunk_ops.attend,
             chunk_size=config.chunk_size,
             truncate_intra_grad=config.truncate_intra_softmax_grad,
-            **self.kernel,
+            implementation=self.implementation,
         )
         seen = shard_op(attend, (HEADS, HEADS, HEADS, STATE, STATE, ROWS), HEADS)(
             branches.softmax_q,
@@ -182,7 +182,7 @@ class ChunkRouted(nnx.Module):
         decision = self._decide(window, index < end[:, None], state.length // C, context)
         softmax = decision.softmax & completed[..., None]
         attend = shard_op(
-            partial(chunk_ops.attend_window, **self.kernel),
+            partial(chunk_ops.attend_window, implementation=self.implementation),
             (HEADS, HEADS, HEADS, STATE, ROWS, STATE, STATE, STATE),
             (HEADS, STATE, STATE, STATE),
         )
@@ -241,7 +241,7 @@ class ChunkRouted(nnx.Module):
         active = counts > 0
         branches = self._branches(x, state.tails, context.positions, None)
         attend = shard_op(
-            partial(chunk_ops.attend_open, **self.kernel),
+            partial(chunk_ops.attend_open, implementation=self.implementation),
             (HEADS, HEADS, HEADS, ROWS, ROWS, STATE, STATE, STATE),
             (HEADS, STATE, STATE),
         )
@@ -366,7 +366,7 @@ class ChunkRouted(nnx.Module):
             chunk_ops.delta,
             chunk_size=self.config.chunk_size,
             decay_softmax_chunks=self.config.decay_softmax_chunks,
-            **self.kernel,
+            implementation=self.implementation,
         )
         axes = (HEADS, HEADS, HEADS, HEADS, HEADS, HEADS, HEADS, STATE, ROWS)
         run = shard_op(op, axes, (HEADS, STATE))
