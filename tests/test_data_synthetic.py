@@ -90,7 +90,7 @@ def test_the_needle_is_in_the_context_and_is_the_answer(needles, tokenizer):
         assert targets[-1] == tokenizer.eos
         hay = re.sub(r"One of the special magic numbers for \S+ is: \d{7}\.", "\n", context)
         assert all(part.strip() in prose for part in hay.split("\n"))
-    assert max(lengths) <= length
+    assert max(lengths) <= task.length < length
     assert np.mean(lengths) > 0.85 * length
 
 
@@ -108,6 +108,11 @@ def test_rows_hold_as_many_synthetic_documents_as_fit():
     (starts,) = np.nonzero(np.diff(batch["segment_ids"][0], prepend=-1) > 0)
     assert starts.tolist() == [0, 128, 256]
     assert np.all(batch["positions"][0, starts] == 0)
+
+
+def test_two_needle_documents_of_half_a_row_share_it():
+    batch = next(train_batches(DataConfig(sources=(Needle(length=256),), sequence_length=512)))
+    assert np.all(batch["segment_ids"].max(axis=1) == 1)
 
 
 @pytest.mark.parametrize(

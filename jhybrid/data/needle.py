@@ -47,7 +47,7 @@ class NeedleTask:
         self._sentences = _sentences(split)
         spaced = tokenizer.encode_batch([" " + sentence for sentence in self._sentences])
         self._ends = np.cumsum([len(ids) for ids in spaced])  # tokens up to and with each sentence
-        self.length = config.length + 1  # read as length tokens, the last one only predicted
+        self.length = config.length - 1  # tokens read: the last one is only predicted
         self.example(np.random.default_rng(0))
 
     def example(self, rng: np.random.Generator) -> Example:
