@@ -1,7 +1,6 @@
 """Public block-sparse attention: the contract, its checks, and the implementation table."""
 
 import dataclasses
-import numbers
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +9,7 @@ from pallas_kernels.array_types import Array, Float, Int
 from pallas_kernels.block_sparse_attention import reference, xla
 from pallas_kernels.block_sparse_attention.block_mask import BlockMask, Chunks
 from pallas_kernels.dispatch import Candidate, Implementation, Table, resolve
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Problem:
@@ -68,7 +68,7 @@ def block_sparse_attention(
     """
     _check_tensors(q, k, v)
     _check_mask(q, k, mask, block_bias)
-    _check_options(q, k, q_offset, segment_ids, kv_segment_ids, window, softcap)
+    _check_options(q, k, scale, q_offset, segment_ids, kv_segment_ids, window, softcap)
     problem = Problem(
         q=jax.ShapeDtypeStruct(q.shape, q.dtype),
         k=jax.ShapeDtypeStruct(k.shape, k.dtype),
@@ -146,6 +146,7 @@ def _check_mask(q: Array, k: Array, mask: BlockMask, block_bias: Array | None) -
 def _check_options(
     q: Array,
     k: Array,
+    scale: float | None,
     q_offset: int | Array | None,
     segment_ids: Array | None,
     kv_segment_ids: Array | None,
@@ -153,7 +154,19 @@ def _check_options(
     softcap: float | None,
 ) -> None:
     (B, T), S = q.shape[:2], k.shape[1]
-    if q_offset is not None and not isinstance(q_offset, numbers.Integral):
+    if scale is not None and not isinstance(scale, int | float):
+        raise TypeError(f"scale must be a Python number, got {type(scale).__name__}")
+    if window is not None and not isinstance(window, int):
+        raise TypeError(f"window must be a Python integer, got {type(window).__name__}")
+    if window is not None and window < 1:
+        raise ValueError(f"window={window} must be >= 1")
+    if softcap is not None and not isinstance(softcap, int | float):
+        raise TypeError(f"softcap must be a Python number, got {type(softcap).__name__}")
+    if softcap is not None and softcap <= 0:
+        raise ValueError(f"softcap={softcap} must be > 0")
+    if isinstance(q_offset, float):
+        raise TypeError(f"q_offset={q_offset} must be an integer")
+    if q_offset is not None and not isinstance(q_offset, int):
         if not jnp.issubdtype(q_offset.dtype, jnp.integer):
             raise TypeError(f"q_offset must be integer, got {q_offset.dtype}")
         if q_offset.shape not in ((), (B,)):
@@ -172,10 +185,6 @@ def _check_options(
             raise TypeError(f"{name} must be integer, got {ids.dtype}")
         if ids.shape != (B, length):
             raise ValueError(f"{name} must be [{B}, {length}], got {list(ids.shape)}")
-    if window is not None and window < 1:
-        raise ValueError(f"window={window} must be >= 1")
-    if softcap is not None and softcap <= 0:
-        raise ValueError(f"softcap={softcap} must be > 0")
 
 
 IMPLEMENTATIONS: Table = {

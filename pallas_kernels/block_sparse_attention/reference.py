@@ -25,8 +25,7 @@ class Scene(NamedTuple):
 
     mask: BlockMask
     offset: Int[Array, "#B"]
-    segment_ids: Int[Array, "B T"] | None
-    kv_segment_ids: Int[Array, "B S"] | None
+    documents: tuple[Int[Array, "B T"], Int[Array, "B S"]] | None  # ids of queries and keys
     document_start: Int[Array, "#B S"]
 
 
@@ -40,13 +39,11 @@ def scene(
 ) -> Scene:
     """Fills in the defaults: q_offset = S - T, kv_segment_ids = segment_ids."""
     offset = jnp.atleast_1d(jnp.asarray(S - T if q_offset is None else q_offset, jnp.int32))
+    if segment_ids is None:
+        return Scene(mask, offset, None, jnp.zeros((1, S), jnp.int32))
     if kv_segment_ids is None:
         kv_segment_ids = segment_ids
-    if kv_segment_ids is None:
-        start = jnp.zeros((1, S), jnp.int32)
-    else:
-        start = document_starts(kv_segment_ids)
-    return Scene(mask, offset, segment_ids, kv_segment_ids, start)
+    return Scene(mask, offset, (segment_ids, kv_segment_ids), document_starts(kv_segment_ids))
 
 
 def visibility(
@@ -59,9 +56,10 @@ def visibility(
     near = distance >= 0
     if window is not None:
         near &= distance < window
-    if scene.segment_ids is not None:
-        own = jnp.take(scene.segment_ids, index, axis=1, mode="clip")[:, :, None]
-        near &= (own == scene.kv_segment_ids[:, None, :keys]) & (own >= 0)
+    if scene.documents is not None:
+        query_ids, key_ids = scene.documents
+        own = jnp.take(query_ids, index, axis=1, mode="clip")[:, :, None]
+        near &= (own == key_ids[:, None, :keys]) & (own >= 0)
     return near[:, None] & scene.mask.visible(pairs), scene.mask.inter_chunk(pairs)
 
 

@@ -111,7 +111,8 @@ def _backward(options: _Options, residuals, cotangents):
     delta = (do.astype(lse.dtype) * o.astype(lse.dtype)).sum(-1, keepdims=True)
     rows = (q, do, jnp.where(some, lse, 0), jnp.where(some, dlse - delta, 0))
 
-    by_key, vjp = jax.vjp(lambda *x: _by_key(*x, q.shape[2], scene.mask), k, v, block_bias)
+    arrange = partial(_by_key, heads=q.shape[2], mask=scene.mask)
+    by_key, vjp = jax.vjp(arrange, k, v, block_bias)
     sums = jax.tree.map(lambda x: jnp.zeros_like(x, lse.dtype), by_key)
     dqs = []
     for span in _spans(q.shape[1], k.shape[1], options.offset):

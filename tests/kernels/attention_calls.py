@@ -1,0 +1,55 @@
+"""Compiled calls of block_sparse_attention and drawn inputs, shared by its tests."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import block_sparse_attention
+
+OPTIONS = ("window", "softcap", "scale")  # Python numbers; everything else is traced
+
+
+def _split_options(fixed: dict) -> tuple[dict, dict]:
+    options = {name: fixed[name] for name in OPTIONS if name in fixed}
+    return options, {name: x for name, x in fixed.items() if name not in OPTIONS}
+
+
+def attend(implementation: str, arguments: dict, **fixed):
+    """(o, lse)."""
+    options, traced = _split_options(fixed)
+
+    def op(arguments, traced):
+        call = {**arguments, **traced, **options}
+        return block_sparse_attention(**call, implementation=implementation)
+
+    return jax.jit(op)(arguments, traced)
+
+
+def outputs_and_gradients(implementation: str, arguments: dict, fixed: dict, cotangents) -> dict:
+    """{"o", "lse", "dq", ...}: outputs, and gradients of <outputs, cotangents>."""
+    options, traced = _split_options(fixed)
+
+    @jax.jit
+    def run(arguments, traced, cotangents):
+        def op(arguments):
+            call = {**arguments, **traced, **options}
+            return block_sparse_attention(**call, implementation=implementation)
+
+        (o, lse), vjp = jax.vjp(op, arguments)
+        return {"o": o, "lse": lse} | {f"d{x}": dx for x, dx in vjp(cotangents)[0].items()}
+
+    return run(arguments, traced, cotangents)
+
+
+def normal(seed: int, *shape: int):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+
+
+def inputs(B=2, T=32, H=4, G=2, K=8, V=8, S=None, seed=0) -> dict:
+    shapes = {"q": (B, T, H, K), "k": (B, S or T, G, K), "v": (B, S or T, G, V)}
+    return {name: normal(3 * seed + i, *shape) for i, (name, shape) in enumerate(shapes.items())}
+
+
+def cotangents_for(arguments: dict, seed: int = 1000):
+    (B, T, H, _), V = arguments["q"].shape, arguments["v"].shape[3]
+    return normal(seed, B, T, H, V), normal(seed + 1, B, H, T)
