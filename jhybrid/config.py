@@ -265,7 +265,18 @@ class OptimizerConfig:
     )
     clip_norm: float = 1.0
     accumulation_steps: int = 1
-    trainable: str = ".*"  # regular expression over parameter paths; the rest is frozen
+    trainable: str = ".*"  # regular expression found in a parameter's path; the rest is frozen
+    frozen_dtype: Literal["bfloat16", "float32"] | None = None  # None: model.param_dtype
+
+    def __post_init__(self):
+        for name in ("learning_rate", "clip_norm", "eps"):
+            require(getattr(self, name) > 0, f"optimizer.{name} must be positive")
+        for name in ("warmup_steps", "decay_steps", "weight_decay"):
+            require(getattr(self, name) >= 0, f"optimizer.{name} must not be negative")
+        for name in ("beta1", "beta2"):
+            require(0 <= getattr(self, name) < 1, f"optimizer.{name} must lie in [0, 1)")
+        require(0 <= self.final_fraction <= 1, "optimizer.final_fraction must lie in [0, 1]")
+        require(self.accumulation_steps >= 1, "optimizer.accumulation_steps must be >= 1")
 
 
 @_frozen
@@ -297,6 +308,18 @@ class TrainingConfig:
     checkpoint_every_steps: int = 200
     keep_checkpoints: int = 2
     max_skipped_steps: int = 100  # non-finite steps in a row before giving up
+
+    def __post_init__(self):
+        for name in (
+            "steps",
+            "log_every_steps",
+            "eval_batches",
+            "checkpoint_every_steps",
+            "keep_checkpoints",
+            "max_skipped_steps",
+        ):
+            require(getattr(self, name) >= 1, f"training.{name} must be >= 1")
+        require(self.eval_every_steps >= 0, "training.eval_every_steps must not be negative")
 
 
 @_frozen
