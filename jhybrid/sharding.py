@@ -70,6 +70,11 @@ def parameter_shardings(tree: Any, mesh: Mesh) -> Any:
     return jax.tree.map(leaf, tree, is_leaf=lambda node: isinstance(node, nnx.Variable))
 
 
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """Rows split over the data-parallel axes: the layout of a batch fed to a step."""
+    return NamedSharding(mesh, PartitionSpec(RULES["batch"]))
+
+
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     """Pins `x` to the layout RULES give its leading dimensions; the rest is replicated.
 

@@ -1,0 +1,1 @@
+"""The training loop: the compiled step, checkpoints, metrics and ahead-of-time plans."""

@@ -1,0 +1,231 @@
+"""The pure training and evaluation steps, compiled for a mesh with explicit shardings.
+
+Nothing here reads a file, a clock or a global: `Program` is what the loop runs and what
+`--dry-run` and `--plan` compile without running.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jhybrid.config import Experiment
+from jhybrid.losses import next_token_loss
+from jhybrid.model import HybridLM, training_context
+from jhybrid.optimizer import adamw, learning_rate
+from jhybrid.parameters import (
+    flatten,
+    matrix_paths,
+    path_of,
+    split_trainable,
+    unflatten,
+)
+from jhybrid.sharding import batch_sharding, parameter_shardings
+from pallas_kernels.array_types import Array, Float, Int
+
+BATCH_FIELDS = ("tokens", "targets", "segment_ids", "positions")
+STATISTICS = ("softmax_fraction", "score_margin")  # the entries of a mixer's report that are logged
+
+Batch = dict[str, Int[Array, "B T"]]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """Everything that changes from step to step; a batch iterator is the only other state."""
+
+    step: Int[Array, ""]  # steps taken, skipped ones included
+    params: dict[str, Array]  # trainable, by path
+    frozen: dict[str, Array]  # never updated, no gradient, no optimizer state
+    opt_state: optax.OptState
+    rng: Array  # raw key data; step n uses fold_in(rng, n)
+    skipped: Int[Array, ""]  # steps skipped for a non-finite loss or gradient
+    skipped_in_row: Int[Array, ""]  # of which up to now
+
+
+class Program:
+    """The compiled functions of one experiment on one mesh.
+
+    Attributes:
+        state: abstract TrainState, shapes with shardings.
+        batch: abstract Batch, shapes with shardings.
+        init: (raw key data) -> TrainState.
+        train_step: (TrainState, Batch) -> (TrainState, metrics); donates the state.
+        eval_step: (params, frozen, Batch) -> (sum of losses, number of targets).
+    """
+
+    def __init__(self, experiment: Experiment, mesh: Mesh):
+        self.experiment = experiment
+        self.mesh = mesh
+        abstract = nnx.eval_shape(lambda: HybridLM(experiment.model, rngs=nnx.Rngs(0)))
+        self.graphdef, self.template = nnx.split(abstract, nnx.Param)
+        self.schedule = learning_rate(experiment.optimizer, experiment.training.steps)
+        self.optimizer = adamw(experiment.optimizer, self.schedule, matrix_paths(self.template))
+
+        replicated = NamedSharding(mesh, PartitionSpec())
+        by_path = flatten(parameter_shardings(self.template, mesh))
+        shapes = jax.eval_shape(self._init, jax.ShapeDtypeStruct((2,), jnp.uint32))
+        # Moments are dicts by the same paths as the parameters; anything else is small.
+        shardings = jax.tree_util.tree_map_with_path(
+            lambda keys, _: by_path.get(path_of(keys), replicated), shapes
+        )
+        self.state = jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings
+        )
+        rows = (experiment.data.batch_size, experiment.data.sequence_length)
+        self.batch = {
+            name: jax.ShapeDtypeStruct(rows, jnp.int32, sharding=batch_sharding(mesh))
+            for name in BATCH_FIELDS
+        }
+        self._param_shardings = shardings.params
+        batch_shardings = {name: x.sharding for name, x in self.batch.items()}
+        self.init = jax.jit(self._init, out_shardings=shardings)
+        self.train_step = jax.jit(
+            self._train_step,
+            in_shardings=(shardings, batch_shardings),
+            out_shardings=(shardings, replicated),
+            donate_argnums=0,
+        )
+        self.eval_step = jax.jit(
+            self._eval_step,
+            in_shardings=(shardings.params, shardings.frozen, batch_shardings),
+            out_shardings=(replicated, replicated),
+        )
+
+    def _init(self, rng: Array) -> TrainState:
+        init_key, rng = jax.random.split(jax.random.wrap_key_data(rng))
+        model = HybridLM(self.experiment.model, rngs=nnx.Rngs(init_key))
+        leaves = flatten(nnx.state(model, nnx.Param))
+        settings = self.experiment.optimizer
+        params, frozen = split_trainable(leaves, settings.trainable)
+        if settings.frozen_dtype is not None:
+            frozen = {path: leaf.astype(settings.frozen_dtype) for path, leaf in frozen.items()}
+        zero = jnp.zeros((), jnp.int32)
+        return TrainState(
+            step=zero,
+            params=params,
+            frozen=frozen,
+            opt_state=self.optimizer.init(params),
+            rng=jax.random.key_data(rng),
+            skipped=zero,
+            skipped_in_row=zero,
+        )
+
+    def _forward(
+        self, params: dict, frozen: dict, batch: Batch, key: Array | None
+    ) -> tuple[Float[Array, ""], Int[Array, ""], dict]:
+        """Sum of the token losses, number of targets, routing statistics by block."""
+        model = nnx.merge(self.graphdef, unflatten(self.template, params | frozen))
+        context = dataclasses.replace(training_context(batch), rng=key)
+        output = model(batch["tokens"], context)
+        total, count = next_token_loss(model, output.hidden, batch["targets"])
+        statistics = {
+            block: {name: report[name] for name in STATISTICS if name in report}
+            for block, report in output.reports.items()
+        }
+        return total, count, {block: found for block, found in statistics.items() if found}
+
+    def _gradients(
+        self, state: TrainState, batch: Batch
+    ) -> tuple[Float[Array, ""], dict[str, Array], dict]:
+        """Mean loss over the targets of the whole batch, its gradient in fp32, statistics.
+
+        Accumulation divides by the count of the whole batch, not of its parts, so that
+        parts with fewer targets (packing, answers only) weigh no more than in one big batch.
+        """
+        key = jax.random.fold_in(jax.random.wrap_key_data(state.rng), state.step)
+        count = jnp.maximum(jnp.sum(batch["targets"] >= 0), 1).astype(jnp.float32)
+
+        def part_loss(params: dict, part: Batch, key: Array) -> tuple[Float[Array, ""], dict]:
+            total, _, statistics = self._forward(params, state.frozen, part, key)
+            return total / count, statistics
+
+        gradient = jax.value_and_grad(part_loss, has_aux=True)
+
+        def add_part(carry: tuple, part_and_index: tuple) -> tuple[tuple, dict]:
+            loss, sums = carry
+            part, index = part_and_index
+            (part_of_loss, statistics), grads = gradient(
+                state.params, part, jax.random.fold_in(key, index)
+            )
+            sums = jax.tree.map(lambda a, g: a + g.astype(jnp.float32), sums, grads)
+            sums = jax.lax.with_sharding_constraint(sums, self._param_shardings)
+            return (loss + part_of_loss, sums), statistics
+
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), state.params)
+        parts = self.experiment.optimizer.accumulation_steps
+        carry = (jnp.zeros((), jnp.float32), zeros)
+        if parts == 1:
+            (loss, grads), statistics = add_part(carry, (batch, 0))
+        else:
+            split = jax.tree.map(functools.partial(_split_rows, parts=parts), batch)
+            (loss, grads), stacked = jax.lax.scan(add_part, carry, (split, jnp.arange(parts)))
+            statistics = jax.tree.map(lambda x: jnp.mean(x, axis=0), stacked)
+        return loss, grads, statistics
+
+    def _train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
+        loss, grads, statistics = self._gradients(state, batch)
+        norm = optax.tree.norm(grads)
+        finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+        updates, opt_state = self.optimizer.update(grads, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+
+        def keep_if_finite(new: Any, old: Any) -> Any:
+            return jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
+
+        skipped = jnp.where(finite, 0, 1).astype(jnp.int32)
+        new = dataclasses.replace(
+            state,
+            step=state.step + 1,
+            params=keep_if_finite(params, state.params),
+            opt_state=keep_if_finite(opt_state, state.opt_state),
+            skipped=state.skipped + skipped,
+            skipped_in_row=jnp.where(finite, 0, state.skipped_in_row + 1).astype(jnp.int32),
+        )
+        metrics = {
+            "loss": loss,
+            "gradient_norm": norm,
+            "learning_rate": self.schedule(state.step - state.skipped),
+            "targets": jnp.sum(batch["targets"] >= 0),
+            "skipped": new.skipped,
+            "skipped_in_row": new.skipped_in_row,
+            "routing": statistics,
+        }
+        return new, metrics
+
+    def _eval_step(
+        self, params: dict, frozen: dict, batch: Batch
+    ) -> tuple[Float[Array, ""], Int[Array, ""]]:
+        parts = self.experiment.optimizer.accumulation_steps  # no more rows at once than training
+        split = jax.tree.map(functools.partial(_split_rows, parts=parts), batch)
+        totals, counts = jax.lax.map(
+            lambda part: self._forward(params, frozen, part, None)[:2], split
+        )
+        return jnp.sum(totals), jnp.sum(counts)
+
+    def put_batch(self, batch: dict[str, np.ndarray]) -> Batch:
+        """This process's rows of the batch as global arrays."""
+        return {
+            name: jax.make_array_from_process_local_data(self.batch[name].sharding, batch[name])
+            for name in BATCH_FIELDS
+        }
+
+    def put_whole_batch(self, batch: dict[str, np.ndarray]) -> Batch:
+        """A batch that every process holds whole, as global arrays."""
+        return {
+            name: jax.make_array_from_callback(
+                batch[name].shape, self.batch[name].sharding, batch[name].__getitem__
+            )
+            for name in BATCH_FIELDS
+        }
+
+
+def _split_rows(x: Int[Array, "B T"], parts: int) -> Int[Array, "parts B/parts T"]:
+    # Part i takes rows i, i + parts, ...: every device keeps its own rows, nothing is moved.
+    return x.reshape(x.shape[0] // parts, parts, *x.shape[1:]).swapaxes(0, 1)
