@@ -1,0 +1,288 @@
+"""Checkpoints of a run (Orbax, asynchronous) and exports of its model.
+
+A workdir holds
+    config.json                      the experiment, as last started
+    checkpoints/<step>/params        parameters by dotted path
+    checkpoints/<step>/train         optimizer state, counters, RNG
+    checkpoints/<step>/data          state of the data iterator, the same in every process
+    checkpoints/<step>/config        the experiment that wrote this checkpoint
+and an export `params.safetensors` and `config.json`. A step is written under a temporary name and
+renamed when durable, so the latest step on disk is always whole.
+
+    python -m jhybrid.checkpoint export WORKDIR OUT
+"""
+
+import dataclasses
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import grain
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from flax import nnx
+from safetensors import SafetensorError
+from safetensors import numpy as safetensors
+
+from jhybrid.commandline import Parser, run
+from jhybrid.config import Experiment
+from jhybrid.errors import UserError
+from jhybrid.model import HybridLM
+from jhybrid.parameters import flatten, unflatten
+from jhybrid.serialization import from_json, to_json
+
+# What may change between a checkpoint and the run that resumes it: where and how the same numbers
+# are computed, what is measured, and how long the run goes on.
+RESUMABLE_CHANGES = (
+    "name",
+    "mesh",
+    "model.remat",
+    "model.scan_blocks",
+    "model.loss_chunk_tokens",
+    "model.implementation",
+    "data.num_workers",
+    "optimizer.accumulation_steps",
+    "training.steps",
+    "training.log_every_steps",
+    "training.eval_every_steps",
+    "training.eval_batches",
+    "training.checkpoint_every_steps",
+    "training.keep_checkpoints",
+    "training.max_skipped_steps",
+)
+
+
+def differing_fields(ours: Any, theirs: Any, path: str = "") -> list[str]:
+    """Dotted paths at which two configs (or their JSON) differ, with both values."""
+    if dataclasses.is_dataclass(ours):
+        ours, theirs = json.loads(to_json(ours)), json.loads(to_json(theirs))
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        keys = [*ours, *(key for key in theirs if key not in ours)]
+        found = [
+            differing_fields(ours.get(key), theirs.get(key), f"{path}.{key}".lstrip("."))
+            for key in keys
+        ]
+        return [field for fields in found for field in fields]
+    if isinstance(ours, list) and isinstance(theirs, list) and len(ours) == len(theirs):
+        found = [
+            differing_fields(a, b, f"{path}.{i}")
+            for i, (a, b) in enumerate(zip(ours, theirs, strict=True))
+        ]
+        return [field for fields in found for field in fields]
+    return [] if ours == theirs else [f"{path} ({_short(theirs)} there, {_short(ours)} here)"]
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+def check_resumable(experiment: Experiment, saved: Experiment, where: Path) -> None:
+    """Raises UserError naming the fields in which `saved` is another experiment."""
+    fields = [
+        field
+        for field in differing_fields(experiment, saved)
+        if not any(field.startswith((f"{known} ", f"{known}.")) for known in RESUMABLE_CHANGES)
+    ]
+    if fields:
+        shown = "; ".join(fields[:5]) + (f"; and {len(fields) - 5} more" if fields[5:] else "")
+        raise UserError(
+            f"{where} holds a checkpoint of another config: {shown}. Use another --workdir"
+        )
+
+
+def prepare_workdir(workdir: Path) -> None:
+    """Creates `workdir`; UserError if nothing can be written there."""
+    probe = workdir / f".writable-{os.getpid()}"
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise UserError(f"--workdir {workdir}: cannot be written ({error.strerror})") from None
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file that is either the old one or the new one, never a part."""
+    partial = path.with_name(f".{path.name}-{os.getpid()}")
+    partial.write_text(text)
+    partial.replace(path)
+
+
+class Checkpoints:
+    """The checkpoints of one workdir.
+
+    `save` returns once the arrays are copied to the host; writing goes on behind the next steps.
+    An error while writing is raised by the next `save`, `wait` or `close`.
+    """
+
+    def __init__(self, workdir: Path, keep: int):
+        self._root = workdir / "checkpoints"
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=keep, cleanup_tmp_directories=True, enable_async_checkpointing=True
+        )
+        self._manager = ocp.CheckpointManager(self._root.absolute(), options=options)
+
+    def latest_step(self) -> int | None:
+        """The last step that is durable."""
+        return self._manager.latest_step()
+
+    def config(self, step: int) -> Experiment:
+        """The experiment that wrote the checkpoint of `step`."""
+        restored = self._manager.restore(
+            step, args=ocp.args.Composite(config=ocp.args.JsonRestore())
+        )
+        return from_json(json.dumps(restored["config"]))
+
+    def save(
+        self,
+        step: int,
+        params: Mapping[str, jax.Array],
+        train: Any,
+        data_iterator: grain.DatasetIterator,
+        experiment: Experiment,
+    ) -> None:
+        """Saves parameters by path, any pytree `train` and where the data iterator stands."""
+        self._manager.save(
+            step,
+            args=ocp.args.Composite(
+                params=ocp.args.StandardSave(dict(params)),
+                train=ocp.args.StandardSave(train),
+                data=ocp.args.JsonSave(data_iterator.get_state()),
+                config=ocp.args.JsonSave(json.loads(to_json(experiment))),
+            ),
+        )
+
+    def restore(
+        self, step: int, params: Any, train: Any, data_iterator: grain.DatasetIterator | None
+    ) -> tuple[Any, Any]:
+        """(params, train) of `step`, placed as the abstract `params` and `train` say.
+
+        Sets `data_iterator` to where it stood. Both trees are shapes with shardings; that every
+        array came back with its shape, dtype and sharding is checked, not hoped for.
+        """
+        items = ocp.args.Composite(
+            params=ocp.args.StandardRestore(params),
+            train=ocp.args.StandardRestore(train),
+            data=ocp.args.JsonRestore(),
+        )
+        restored = self._manager.restore(step, args=items)
+        for wanted, got in ((params, restored["params"]), (train, restored["train"])):
+            jax.tree_util.tree_map_with_path(_require_as_asked, wanted, got)
+        if data_iterator is not None:
+            data_iterator.set_state(restored["data"])
+        return restored["params"], restored["train"]
+
+    def wait(self) -> None:
+        """Returns when everything saved is durable; raises what went wrong in writing it."""
+        self._manager.wait_until_finished()
+        self._manager.check_for_errors()
+
+    def close(self) -> None:
+        self.wait()
+        self._manager.close()
+
+
+def _require_as_asked(path: tuple, wanted: jax.ShapeDtypeStruct, got: jax.Array) -> None:
+    same_layout = got.sharding.is_equivalent_to(wanted.sharding, len(wanted.shape))
+    if (got.shape, got.dtype) != (wanted.shape, wanted.dtype) or not same_layout:
+        raise RuntimeError(
+            f"checkpoint: {jax.tree_util.keystr(path)} came back as {got.dtype}{got.shape} "
+            f"{got.sharding}, not {wanted.dtype}{wanted.shape} {wanted.sharding}"
+        )
+
+
+def export(workdir: str | Path, out: str | Path) -> Path:
+    """Writes the latest parameters and the config of a run as a self-contained folder `out`."""
+    out = Path(out)
+    if out.exists():
+        raise UserError(f"export: {out} already exists")
+    experiment, leaves = _read_workdir(Path(workdir))
+    partial = out.with_name(f".{out.name}-{os.getpid()}")
+    try:
+        partial.mkdir(parents=True)
+        arrays = {path: np.asarray(leaf) for path, leaf in leaves.items()}
+        safetensors.save_file(arrays, partial / "params.safetensors")
+        (partial / "config.json").write_text(to_json(experiment))
+        partial.rename(out)
+    except OSError as error:
+        raise UserError(f"export: {out} cannot be written ({error.strerror})") from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return out
+
+
+def load_model(path: str | Path) -> tuple[Experiment, HybridLM]:
+    """The experiment and the model of a run's workdir (its latest step) or of an export."""
+    path = Path(path)
+    is_export = (path / "params.safetensors").is_file()
+    experiment, leaves = _read_export(path) if is_export else _read_workdir(path)
+    graphdef, template = _abstract_model(experiment)
+    for name, wanted in flatten(template).items():
+        if name not in leaves or leaves[name].shape != wanted.shape:
+            found = f"has shape {leaves[name].shape}" if name in leaves else "is missing"
+            raise UserError(f"{path}: parameter {name} {found}, its config says {wanted.shape}")
+    return experiment, nnx.merge(graphdef, unflatten(template, leaves))
+
+
+def _abstract_model(experiment: Experiment) -> tuple[nnx.GraphDef, nnx.State]:
+    abstract = nnx.eval_shape(lambda: HybridLM(experiment.model, rngs=nnx.Rngs(0)))
+    return nnx.split(abstract, nnx.Param)
+
+
+def _read_export(path: Path) -> tuple[Experiment, dict[str, jax.Array]]:
+    experiment = from_json(_read_text(path / "config.json"))
+    dtypes = {name: x.dtype for name, x in flatten(_abstract_model(experiment)[1]).items()}
+    try:
+        arrays = safetensors.load_file(path / "params.safetensors")
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path / 'params.safetensors'}: cannot be read ({error})") from None
+    return experiment, {
+        name: jax.numpy.asarray(array, dtypes.get(name)) for name, array in arrays.items()
+    }
+
+
+def _read_workdir(workdir: Path) -> tuple[Experiment, dict[str, jax.Array]]:
+    root = workdir / "checkpoints"
+    if not root.is_dir():
+        raise UserError(f"{workdir}: neither a run's workdir (checkpoints/) nor an export")
+    options = ocp.CheckpointManagerOptions(read_only=True)
+    with ocp.CheckpointManager(root.absolute(), options=options) as manager:
+        step = manager.latest_step()
+        if step is None:
+            raise UserError(f"{workdir}: no checkpoint has been written yet")
+        config = manager.restore(step, args=ocp.args.Composite(config=ocp.args.JsonRestore()))
+        experiment = from_json(json.dumps(config["config"]))
+        here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        wanted = {
+            name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here)
+            for name, x in flatten(_abstract_model(experiment)[1]).items()
+        }
+        arguments = ocp.args.Composite(params=ocp.args.StandardRestore(wanted))
+        return experiment, manager.restore(step, args=arguments)["params"]
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+
+
+def _main() -> int:
+    parser = Parser(prog="python -m jhybrid.checkpoint", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    command = commands.add_parser("export", help="write parameters and config alone")
+    command.add_argument("workdir")
+    command.add_argument("out")
+    arguments = parser.parse_args()
+    print(f"wrote {export(arguments.workdir, arguments.out)}")
+    return 0
+
+
+if __name__ == "__main__":
+    run(_main)

@@ -1,0 +1,58 @@
+"""What every command line shares: one-line errors, config files, the cache of compiled programs."""
+
+import argparse
+import os
+import runpy
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import jax
+
+from jhybrid.config import Experiment
+from jhybrid.errors import UserError
+from jhybrid.serialization import override
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose complaints are one line on stderr, like every other bad input."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} (see --help)\n")
+
+
+def load_config(path: str, assignments: Sequence[str] = ()) -> Experiment:
+    """The Experiment of a Python config file after its "a.b=c" overrides."""
+    if not Path(path).is_file():
+        raise UserError(f"--config {path}: no such file")
+    try:
+        build = runpy.run_path(path).get("config")
+    except UserError:
+        raise
+    except Exception as error:  # the file is the user's program: whatever it raises is its fault
+        raise UserError(f"--config {path}: {type(error).__name__}: {error}") from error
+    if not callable(build):
+        raise UserError(f"--config {path}: it must define config() -> Experiment")
+    experiment = build()
+    if not isinstance(experiment, Experiment):
+        raise UserError(f"--config {path}: config() must return an Experiment")
+    return override(experiment, assignments)
+
+
+def use_compile_cache(folder: Path | None) -> None:
+    """Keeps compiled programs in `folder`; default: where JAX was told to, else ~/.cache."""
+    if folder is None and os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+        return
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    jax.config.update("jax_compilation_cache_dir", str(folder or cache / "jhybrid" / "compiled"))
+
+
+def run(main: Callable[[], int]) -> NoReturn:
+    """Exits with what `main` returns; a UserError becomes one line on stderr and status 2."""
+    try:
+        status = main()
+    except UserError as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        status = 2
+    sys.exit(status)
