@@ -2,7 +2,7 @@
 
 import functools
 
-import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -39,15 +39,26 @@ def tiny(*mixers, channels: bool = True, **fields) -> ModelConfig:
 
 @functools.cache
 def build(config: ModelConfig, seed: int = 0) -> HybridLM:
-    """A model with weights large enough for routing and attention to have something to say."""
+    """A model with weights large enough for routing and attention to have something to say.
 
-    @jax.jit
-    def params():
-        state = nnx.state(HybridLM(config, rngs=nnx.Rngs(seed)))
-        return jax.tree.map(lambda x: 6 * x if x.ndim > 2 else x, state)
-
-    graphdef = nnx.graphdef(nnx.eval_shape(lambda: HybridLM(config, rngs=nnx.Rngs(seed))))
-    return nnx.merge(graphdef, params())
+    Drawn by NumPy: compiling the initialisers of so many small models would take minutes.
+    """
+    random = np.random.default_rng(seed)
+    model = nnx.eval_shape(lambda: HybridLM(config, rngs=nnx.Rngs(0)))
+    graphdef, params = nnx.split(model)
+    flat = []
+    for path, leaf in nnx.to_flat_state(params):
+        draw = random.normal(size=leaf.get_value().shape)
+        if path[-1] == "A_log":
+            value = draw
+        elif path[-1] == "dt_bias":
+            value = draw - 2
+        elif draw.ndim == (2 if path[0] == "groups" else 1):  # of norms
+            value = 1 + 0.2 * draw
+        else:
+            value = 0.12 * draw
+        flat.append((path, leaf.replace(jnp.asarray(value, leaf.get_value().dtype))))
+    return nnx.merge(graphdef, nnx.from_flat_state(flat))
 
 
 def tokens(*shape: int, seed: int = 0) -> np.ndarray:
