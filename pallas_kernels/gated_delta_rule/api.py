@@ -9,7 +9,7 @@ import numpy as np
 from pallas_kernels import dispatch
 from pallas_kernels.array_types import Array, Float, Int
 from pallas_kernels.blocks import cdiv
-from pallas_kernels.gated_delta_rule import reference, xla
+from pallas_kernels.gated_delta_rule import pallas_gpu, reference, xla
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -153,4 +153,5 @@ def _check(q, k, v, g, beta, initial_state, write_mask, segment_ids, scale, chun
 IMPLEMENTATIONS: dispatch.Table = {
     "reference": dispatch.Candidate(reference.gated_delta_rule),
     "xla": dispatch.Candidate(xla.gated_delta_rule),
+    "pallas_gpu": dispatch.Candidate(pallas_gpu.gated_delta_rule, pallas_gpu.unsupported),
 }

@@ -1,0 +1,130 @@
+"""What the Hopper kernels share: the tile, shared-memory layouts, and the per-token gates.
+
+Notation is the package's: C tokens of a tile, K and V head widths, N tiles of a row.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.array_types import Array, Float, Int
+
+TILE = 64  # tokens of a kernel tile: the M of one wgmma instruction
+LOG2E = 1.4426950408889634
+
+# Rows of the packed gates, one fp32 vector over the tokens of a tile each.
+DECAY, BETA, CARRY_IN, CARRY_OUT, SEGMENT = range(5)
+
+WGMMA = plgpu.Layout.WGMMA
+
+_SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+
+
+def swizzled(*shape: int, dtype=jnp.bfloat16):
+    """Shared memory that wgmma and the bulk copy engine read without bank conflicts."""
+    return plgpu.SMEM(shape, dtype, transforms=_SWIZZLED)
+
+
+# For kernels whose threads never read shared memory that threads of theirs wrote: all they read
+# was copied in, all they write is copied out or feeds a product, so barriers and fences suffice.
+READ_ONLY_SMEM = plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True)
+
+
+def product(interpret: bool, a, b, acc=None, meanwhile=None):
+    """acc + a @ b in fp32; a in registers or shared memory, b in shared memory.
+
+    With `meanwhile`, a function run while the product is in flight, also what it returns.
+    """
+    if interpret:  # the interpreter knows neither left operands in registers nor run_state
+        a = a if isinstance(a, jax.Array) else a[...]
+        out = jnp.dot(a, b[...], preferred_element_type=jnp.float32)
+        out = out if acc is None else acc + out
+        return out if meanwhile is None else (out, meanwhile())
+
+    if acc is None:
+
+        def compute(ref):
+            plgpu.wgmma(ref, a, b)
+            beside = None if meanwhile is None else meanwhile()
+            return ref[...], beside
+
+        out, beside = pl.run_scoped(compute, plgpu.ACC((a.shape[0], b.shape[1]), jnp.float32))
+    else:
+        assert meanwhile is None
+        out = pl.run_state(lambda ref: plgpu.wgmma(ref, a, b))(plgpu.ACC.init(acc))
+    # Nothing ties the result to the wait that precedes it: without this the compiler reads it
+    # early, and the assembler answers by running the matrix instructions one at a time.
+    out = lax.optimization_barrier(out)
+    return out if meanwhile is None else (out, beside)
+
+
+def rows(vector):
+    """A shared-memory vector over the rows of a [C, C] tile: out_ij = vector_i."""
+    loaded = plgpu.load(vector, layout=plgpu.Layout.WGMMA.reduce(1))
+    return _over_tile(loaded, 0)
+
+
+def columns(vector):
+    """A shared-memory vector over the columns of a [C, C] tile: out_ij = vector_j."""
+    # Loads that differ in nothing but layout are merged by the compiler, which then finds no
+    # layout for both: `optimized` keeps this one apart from `rows` and changes nothing else.
+    loaded = plgpu.load(vector, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
+    return _over_tile(loaded, 1)
+
+
+def _over_tile(vector, axis: int):
+    return plgpu.layout_cast(jax.lax.broadcast_in_dim(vector, (TILE, TILE), (axis,)), WGMMA)
+
+
+def decay_tile(gates, segmented: bool, strict: bool):
+    """D_ij = exp(c_i - c_j) for i >= j (i > j when strict) of one document, else 0; [C, C]."""
+    row = plgpu.broadcasted_iota(jnp.int32, (TILE, TILE), 0, layout=WGMMA)
+    column = plgpu.broadcasted_iota(jnp.int32, (TILE, TILE), 1, layout=WGMMA)
+    seen = row > column if strict else row >= column
+    if segmented:
+        seen = seen & (rows(gates.at[SEGMENT]) == columns(gates.at[SEGMENT]))
+    # The unseen half is masked in the exponent: its differences are positive and may overflow.
+    exponent = jnp.where(seen, rows(gates.at[DECAY]) - columns(gates.at[DECAY]), -jnp.inf)
+    return jnp.exp2(exponent)
+
+
+def pack_gates(
+    g: Float[Array, "B T H"],
+    beta: Float[Array, "B T H"],
+    write_mask: Float[Array, "B N H"] | None,
+    segment_ids: Int[Array, "B T"] | None,
+) -> Float[Array, "B H N R C"]:
+    """Per-token factors of the chunkwise rule, one row each (R = 4, or 5 with segments).
+
+    DECAY: c log2(e), the inclusive cumulative sum of g inside the tile. BETA: beta.
+    CARRY_IN: e^c where the incoming state still reaches the token, else 0.
+    CARRY_OUT: m e^(c_last - c) where the token's write survives the tile, else 0.
+    """
+    batch, length, heads = g.shape
+    tiles = -(-length // TILE)
+    pad = tiles * TILE - length
+
+    def by_tile(x):
+        x = jnp.pad(x.astype(jnp.float32), ((0, 0), (0, pad), (0, 0)))
+        return x.reshape(batch, tiles, TILE, heads).transpose(0, 3, 1, 2)
+
+    upper = jnp.triu(jnp.ones((TILE, TILE), jnp.float32)) * LOG2E
+    decay = jnp.einsum("bhnc,cd->bhnd", by_tile(g), upper, precision=jax.lax.Precision.HIGHEST)
+    carry_in = jnp.exp2(decay)
+    carry_out = jnp.exp2(decay[..., -1:] - decay)
+    if write_mask is not None:
+        carry_out = carry_out * write_mask.astype(jnp.float32).transpose(0, 2, 1)[..., None]
+    vectors = [decay, by_tile(beta), carry_in, carry_out]
+    if segment_ids is not None:
+        ids = jnp.pad(segment_ids, ((0, 0), (0, pad)), mode="edge")
+        starts = jnp.cumsum(ids != jnp.pad(ids, ((0, 0), (1, 0)), mode="edge")[:, :-1], axis=1)
+        document = starts.reshape(batch, 1, tiles, TILE)
+        incoming = jnp.pad(document[..., -1], ((0, 0), (0, 0), (1, 0)))[..., :-1, None]
+        vectors[CARRY_IN] = jnp.where(document == incoming, carry_in, 0.0)
+        vectors[CARRY_OUT] = jnp.where(document == document[..., -1:], carry_out, 0.0)
+        # Documents are numbered from the tile's first, so that fp32 counts them exactly.
+        local = (document - document[..., :1]).astype(jnp.float32)
+        vectors.append(jnp.broadcast_to(local, decay.shape))
+    return jnp.stack(vectors, axis=3)
