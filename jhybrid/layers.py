@@ -6,6 +6,8 @@ names. Matrices multiply in `dtype`; norms and the convolution compute in fp32 a
 they were given. "fp32" means float64 for float64 inputs, so that everything can be checked there.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -118,14 +120,10 @@ class SwiGLU(nnx.Module):
         param_dtype: str,
         rngs: nnx.Rngs,
     ):
-        def linear(in_dim: int, out_dim: int, *axes: str) -> Linear:
-            return Linear(
-                in_dim, out_dim, axes=axes, dtype=dtype, param_dtype=param_dtype, rngs=rngs
-            )
-
-        self.gate_proj = linear(dim, config.width, "embed", "mlp")
-        self.up_proj = linear(dim, config.width, "embed", "mlp")
-        self.down_proj = linear(config.width, dim, "mlp", "embed")
+        linear = partial(Linear, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        self.gate_proj = linear(dim, config.width, axes=("embed", "mlp"))
+        self.up_proj = linear(dim, config.width, axes=("embed", "mlp"))
+        self.down_proj = linear(config.width, dim, axes=("mlp", "embed"))
 
     def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
         gate, up = self.gate_proj(x), self.up_proj(x)
@@ -143,7 +141,7 @@ class ShortConv(nnx.Module):
         self.weight = nnx.Param(normal(rngs, (width, channels), param_dtype), axes=(None, "heads"))
         self.width = width
 
-    def empty_tail(self, batch: int, dtype: str) -> Float[Array, "B W-1 F"]:
+    def empty_tail(self, batch: int, dtype: str | jnp.dtype) -> Float[Array, "B W-1 F"]:
         return jnp.zeros((batch, self.width - 1, self.weight.shape[-1]), dtype)
 
     def __call__(

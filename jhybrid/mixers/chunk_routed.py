@@ -70,13 +70,12 @@ class ChunkRouted(nnx.Module):
     """
 
     def __init__(self, config: ChunkRoutedConfig, model: ModelConfig, *, rngs: nnx.Rngs):
-        def linear(in_dim: int, out_dim: int, *axes: str | None, wide: bool = False) -> Linear:
-            dtypes = {"dtype": model.compute_dtype, "param_dtype": model.param_dtype}
-            return Linear(in_dim, out_dim, axes=axes, wide=wide, rngs=rngs, **dtypes)
-
         def norm(dim: int) -> RMSNorm:
             return RMSNorm(dim, eps=model.norm_eps, param_dtype=model.param_dtype)
 
+        linear = partial(
+            Linear, dtype=model.compute_dtype, param_dtype=model.param_dtype, rngs=rngs
+        )
         H, Ha = config.num_heads, config.num_softmax_heads
         key_width, value_width = H * config.key_dim, H * config.value_dim
         self.config = config
@@ -89,13 +88,15 @@ class ChunkRouted(nnx.Module):
         score = normal(rngs, (model.dim, 2 * H), model.param_dtype)  # channel 2h + operation
         self.score_weight = nnx.Param(score, axes=("embed", None))
         fusion = config.fusion_weights
-        self.fusion_proj = linear(key_width, 2 * Ha, "heads", None, wide=True) if fusion else None
+        self.fusion_proj = (
+            linear(key_width, 2 * Ha, axes=("heads", None), wide=True) if fusion else None
+        )
         self.q_norm = norm(config.softmax_key_dim) if config.qk_norm else None
         self.k_norm = norm(config.softmax_key_dim) if config.qk_norm else None
-        self.g_proj = linear(model.dim, value_width, "embed", "heads")
+        self.g_proj = linear(model.dim, value_width, axes=("embed", "heads"))
         self.memory_norm = norm(config.softmax_value_dim)
         self.softmax_norm = norm(config.softmax_value_dim)
-        self.o_proj = linear(value_width, model.dim, "heads", "embed")
+        self.o_proj = linear(value_width, model.dim, axes=("heads", "embed"))
 
     def initial_state(self, batch: int, max_length: int) -> ChunkRoutedState:
         config = self.config

@@ -2,7 +2,7 @@
 
 import dataclasses
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -53,6 +53,7 @@ class Context:
             raise ValueError("segment_ids: packed documents cannot be continued from a state")
 
 
+@runtime_checkable
 class Mixer(Protocol):
     """Lets tokens see earlier tokens: y_t depends on x_0..x_t of the token's own document.
 

@@ -1,5 +1,6 @@
 """The projections that feed a gated delta rule, shared by Gated DeltaNet and chunk routing."""
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -40,15 +41,15 @@ class DeltaInputs(nnx.Module):
         *,
         rngs: nnx.Rngs,
     ):
-        dtypes = {"dtype": model.compute_dtype, "param_dtype": model.param_dtype}
-        axes = ("embed", "heads")
-
-        def linear(out_dim: int, wide: bool = False) -> Linear:
-            return Linear(model.dim, out_dim, axes=axes, wide=wide, rngs=rngs, **dtypes)
-
-        def conv(channels: int) -> ShortConv:
-            return ShortConv(channels, conv_width, param_dtype=model.param_dtype, rngs=rngs)
-
+        linear = partial(
+            Linear,
+            model.dim,
+            axes=("embed", "heads"),
+            dtype=model.compute_dtype,
+            param_dtype=model.param_dtype,
+            rngs=rngs,
+        )
+        conv = partial(ShortConv, width=conv_width, param_dtype=model.param_dtype, rngs=rngs)
         self.dtype = model.compute_dtype
         self.q_proj = linear(key_heads * key_dim)
         self.k_proj = linear(key_heads * key_dim)
@@ -73,10 +74,12 @@ class DeltaInputs(nnx.Module):
     def convolve(
         self, streams: Streams, tails: Streams | None, segment_ids: Int[Array, "B T"] | None
     ) -> Streams:
-        tails = (None, None, None) if tails is None else tails
-        convs = (self.q_conv, self.k_conv, self.v_conv)
-        triples = zip(convs, streams, tails, strict=True)
-        return Streams(*(conv(x, tail, segment_ids) for conv, x, tail in triples))
+        q_tail, k_tail, v_tail = (None, None, None) if tails is None else tails
+        return Streams(
+            self.q_conv(streams.q, q_tail, segment_ids),
+            self.k_conv(streams.k, k_tail, segment_ids),
+            self.v_conv(streams.v, v_tail, segment_ids),
+        )
 
     def gates(
         self, x: Float[Array, "B T D"], negative_eigenvalues: bool = False

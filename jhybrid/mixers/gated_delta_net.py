@@ -32,7 +32,9 @@ class GatedDeltaNet(nnx.Module):
     """
 
     def __init__(self, config: GatedDeltaNetConfig, model: ModelConfig, *, rngs: nnx.Rngs):
-        dtypes = {"dtype": model.compute_dtype, "param_dtype": model.param_dtype}
+        linear = partial(
+            Linear, dtype=model.compute_dtype, param_dtype=model.param_dtype, rngs=rngs
+        )
         width = config.value_heads * config.value_dim
         self.config = config
         self.dtype = model.compute_dtype
@@ -46,9 +48,9 @@ class GatedDeltaNet(nnx.Module):
             model,
             rngs=rngs,
         )
-        self.g_proj = Linear(model.dim, width, axes=("embed", "heads"), rngs=rngs, **dtypes)
+        self.g_proj = linear(model.dim, width, axes=("embed", "heads"))
         self.o_norm = RMSNorm(config.value_dim, eps=model.norm_eps, param_dtype=model.param_dtype)
-        self.o_proj = Linear(width, model.dim, axes=("heads", "embed"), rngs=rngs, **dtypes)
+        self.o_proj = linear(width, model.dim, axes=("heads", "embed"))
 
     def initial_state(self, batch: int, max_length: int) -> GatedDeltaNetState:
         config = self.config

@@ -31,10 +31,6 @@ class Softmax(nnx.Module):
     """
 
     def __init__(self, config: SoftmaxConfig, model: ModelConfig, *, rngs: nnx.Rngs):
-        def linear(in_dim: int, out_dim: int, *axes: str) -> Linear:
-            dtypes = {"dtype": model.compute_dtype, "param_dtype": model.param_dtype}
-            return Linear(in_dim, out_dim, axes=axes, rngs=rngs, **dtypes)
-
         def norm() -> RMSNorm | None:
             if not config.qk_norm:
                 return None
@@ -44,10 +40,13 @@ class Softmax(nnx.Module):
         self.dtype = model.compute_dtype
         self.implementation = model.implementation
         q_dim, kv_dim = (n * config.head_dim for n in (config.num_heads, config.num_kv_heads))
-        self.q_proj = linear(model.dim, q_dim, "embed", "heads")
-        self.k_proj = linear(model.dim, kv_dim, "embed", "heads")
-        self.v_proj = linear(model.dim, kv_dim, "embed", "heads")
-        self.o_proj = linear(q_dim, model.dim, "heads", "embed")
+        linear = partial(
+            Linear, dtype=model.compute_dtype, param_dtype=model.param_dtype, rngs=rngs
+        )
+        self.q_proj = linear(model.dim, q_dim, axes=("embed", "heads"))
+        self.k_proj = linear(model.dim, kv_dim, axes=("embed", "heads"))
+        self.v_proj = linear(model.dim, kv_dim, axes=("embed", "heads"))
+        self.o_proj = linear(q_dim, model.dim, axes=("heads", "embed"))
         self.q_norm = norm()
         self.k_norm = norm()
 

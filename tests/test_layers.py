@@ -1,0 +1,120 @@
+"""The modules blocks are made of, each against its formula in NumPy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from closeness import assert_close
+from flax import nnx
+from jax.test_util import check_grads
+
+from jhybrid.config import SwiGLUConfig
+from jhybrid.layers import LayerNorm, Linear, RMSNorm, ShortConv, SwiGLU, l2_normalise, rotate
+
+X = np.random.default_rng(0).normal(size=(2, 11, 6)).astype(np.float32)
+RNGS = nnx.Rngs(0)
+
+
+def test_norms_equal_their_formulas_and_keep_the_dtype():
+    rms = RMSNorm(6, eps=1e-2, param_dtype="float32")
+    rms.weight[...] = jnp.arange(6.0)
+    expected = np.arange(6) * X / np.sqrt((X**2).mean(-1, keepdims=True) + 1e-2)
+    assert_close(rms(jnp.asarray(X)), expected, 1e-6, "RMSNorm")
+    layer = LayerNorm(6, eps=1e-2, param_dtype="float32")
+    layer.bias[...] = jnp.arange(6.0)
+    centred = X - X.mean(-1, keepdims=True)
+    expected = centred / np.sqrt(X.var(-1, keepdims=True) + 1e-2) + np.arange(6)
+    assert_close(layer(jnp.asarray(X)), expected, 1e-6, "LayerNorm")
+    unit = X / np.sqrt((X**2).sum(-1, keepdims=True) + 1e-6)
+    assert_close(l2_normalise(jnp.asarray(X)), unit, 1e-6, "l2_normalise")
+    narrow = jnp.asarray(X, jnp.bfloat16)
+    for norm in (rms, layer, l2_normalise):
+        assert norm(narrow).dtype == jnp.bfloat16
+
+
+def test_linear_is_a_matrix_product_in_its_dtype_from_small_normal_weights():
+    dtypes = {"dtype": "bfloat16", "param_dtype": "float32"}
+    linear = Linear(400, 300, axes=("embed", "mlp"), rngs=RNGS, **dtypes)
+    weight = np.asarray(linear.weight[...])
+    assert abs(weight.std() - 0.02) < 1e-3 and abs(weight.mean()) < 1e-3
+    x = np.random.default_rng(1).normal(size=(3, 400)).astype(np.float32)
+    assert linear(x).dtype == jnp.bfloat16
+    assert_close(linear(x), x @ weight, 1e-2)
+    wide = Linear(400, 300, axes=("embed", "mlp"), rngs=RNGS, wide=True, **dtypes)
+    assert wide(x).dtype == jnp.float32
+
+
+def test_swiglu_equals_its_formula():
+    dtypes = {"dtype": "float32", "param_dtype": "float32"}
+    swiglu = SwiGLU(SwiGLUConfig(width=10), 6, rngs=RNGS, **dtypes)
+    gate, up, down = (
+        np.asarray(linear.weight[...])
+        for linear in (swiglu.gate_proj, swiglu.up_proj, swiglu.down_proj)
+    )
+    expected = (X @ gate / (1 + np.exp(-X @ gate)) * (X @ up)) @ down
+    assert_close(swiglu(jnp.asarray(X)), expected, 1e-5)
+
+
+def test_rotation_makes_products_depend_on_distance_alone():
+    q, k = np.random.default_rng(2).normal(size=(2, 1, 1, 1, 8)).astype(np.float32)
+
+    def product(i, j):
+        at = [rotate(jnp.asarray(a), jnp.array([[n]]), 100.0) for a, n in ((q, i), (k, j))]
+        return float((at[0] * at[1]).sum())
+
+    assert product(0, 0) == pytest.approx(float((q * k).sum()), rel=1e-6)
+    assert product(9, 4) == pytest.approx(product(105, 100), rel=1e-4)
+    assert product(9, 4) != pytest.approx(product(9, 5), rel=1e-2)
+    # channel i turns with channel i + 4, by position * 100^(-i/4)
+    turned = rotate(jnp.eye(8)[None, :1, None, :], jnp.array([[2]]), 100.0)[0, 0, 0]
+    np.testing.assert_allclose(turned[jnp.array([0, 4])], [np.cos(2), np.sin(2)], rtol=1e-6)
+    assert float(jnp.abs(turned).sum()) == pytest.approx(abs(np.cos(2)) + abs(np.sin(2)), rel=1e-6)
+
+
+def convolve(x, weight):
+    """silu of the causal convolution of one row, tap by tap."""
+    width = len(weight)
+    y = np.zeros_like(x)
+    for t in range(len(x)):
+        for j in range(width):
+            if t - (width - 1) + j >= 0:
+                y[t] += weight[j] * x[t - (width - 1) + j]
+    return y / (1 + np.exp(-y))
+
+
+@pytest.mark.parametrize("width", [1, 2, 4])
+def test_short_convolution_equals_its_formula_and_restarts_per_segment(width):
+    conv = ShortConv(6, width, param_dtype="float32", rngs=RNGS)
+    conv.weight[...] = jax.random.normal(jax.random.key(3), conv.weight.shape)
+    weight = np.asarray(conv.weight[...])
+    expected = np.stack([convolve(row, weight) for row in X])
+    assert_close(conv(jnp.asarray(X), None, None), expected, 1e-6, "one segment")
+    ids = jnp.array([[0, 0, 1, 2, 2, 2, 2, 2, 3, 3, -1]] * 2)
+    pieces = [X[:, :2], X[:, 2:3], X[:, 3:8], X[:, 8:10], X[:, 10:]]
+    expected = [np.stack([convolve(row, weight) for row in piece]) for piece in pieces]
+    actual = conv(jnp.asarray(X), None, ids)
+    assert_close(actual, np.concatenate(expected, 1), 1e-6, "several segments")
+
+
+@pytest.mark.parametrize("width", [1, 2, 4])
+def test_short_convolution_continues_from_its_tail_after_any_number_of_tokens(width):
+    conv = ShortConv(6, width, param_dtype="float32", rngs=RNGS)
+    whole = conv(jnp.asarray(X), None, None)
+    for first in range(5):
+        counts = jnp.array([first, first + 2])
+        empty = conv.empty_tail(2, "float32")
+        tail = conv.tail_after(empty, jnp.asarray(X[:, :6]), counts)
+        for row, count in enumerate(counts.tolist()):
+            rest = conv(jnp.asarray(X[row : row + 1, count:]), tail[row : row + 1], None)
+            assert_close(rest, whole[row : row + 1, count:], 1e-6, f"after {count} tokens")
+
+
+def test_short_convolution_has_right_gradients_for_rows_shorter_than_its_width():
+    conv = ShortConv(6, 4, param_dtype="float32", rngs=RNGS)
+    x = jnp.asarray(X[:, :2])
+    tail = jnp.asarray(X[:, 5:8])
+
+    def loss(x, tail):
+        return conv(x, tail, None).sum()
+
+    check_grads(loss, (x, tail), order=1, modes=["rev"], rtol=1e-2)
