@@ -141,13 +141,13 @@ class ShortConv(nnx.Module):
         self.weight = nnx.Param(normal(rngs, (width, channels), param_dtype), axes=(None, "heads"))
         self.width = width
 
-    def empty_tail(self, batch: int, dtype: str | jnp.dtype) -> Float[Array, "B W-1 F"]:
+    def empty_tail(self, batch: int, dtype: str | jnp.dtype) -> Float[Array, "B tail F"]:
         return jnp.zeros((batch, self.width - 1, self.weight.shape[-1]), dtype)
 
     def __call__(
         self,
         x: Float[Array, "B T F"],
-        tail: Float[Array, "B W-1 F"] | None,
+        tail: Float[Array, "B tail F"] | None,
         segment_ids: Int[Array, "B T"] | None,
     ) -> Float[Array, "B T F"]:
         T = x.shape[1]
@@ -166,10 +166,10 @@ class ShortConv(nnx.Module):
 
     def tail_after(
         self,
-        tail: Float[Array, "B W-1 F"],
+        tail: Float[Array, "B tail F"],
         x: Float[Array, "B T F"],
         count: Int[Array, "B"],
-    ) -> Float[Array, "B W-1 F"]:
+    ) -> Float[Array, "B tail F"]:
         """The tail once the first `count` tokens of each row of x have gone through."""
         index = count[:, None] + jnp.arange(self.width - 1)
         return jnp.take_along_axis(jnp.concatenate([tail, x], 1), index[..., None], 1)

@@ -37,7 +37,7 @@ def test_linear_is_a_matrix_product_in_its_dtype_from_small_normal_weights():
     linear = Linear(400, 300, axes=("embed", "mlp"), rngs=RNGS, **dtypes)
     weight = np.asarray(linear.weight[...])
     assert abs(weight.std() - 0.02) < 1e-3 and abs(weight.mean()) < 1e-3
-    x = np.random.default_rng(1).normal(size=(3, 400)).astype(np.float32)
+    x = jax.random.normal(jax.random.key(1), (3, 400))
     assert linear(x).dtype == jnp.bfloat16
     assert_close(linear(x), x @ weight, 1e-2)
     wide = Linear(400, 300, axes=("embed", "mlp"), rngs=RNGS, wide=True, **dtypes)
@@ -115,6 +115,6 @@ def test_short_convolution_has_right_gradients_for_rows_shorter_than_its_width()
     tail = jnp.asarray(X[:, 5:8])
 
     def loss(x, tail):
-        return conv(x, tail, None).sum()
+        return conv(jnp.asarray(x), jnp.asarray(tail), None).sum()
 
     check_grads(loss, (x, tail), order=1, modes=["rev"], rtol=1e-2)

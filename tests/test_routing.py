@@ -49,10 +49,10 @@ def test_temperature_scales_the_gradient_and_not_the_decision():
         bias, mask = multipliers(scores, temperature=temperature)
         return (bias + mask).sum()
 
-    for temperature in (0.5, 2.0):
+    for temperature in (jnp.array(0.5), jnp.array(2.0)):
         value, gradient = jax.value_and_grad(loss)(SCORES, temperature)
         assert value == 2
-        expected = jax.grad(loss)(SCORES / temperature, 1.0) / temperature
+        expected = jax.grad(loss)(SCORES / temperature, jnp.array(1.0)) / temperature
         assert_close(gradient, expected, 1e-6)
 
 
