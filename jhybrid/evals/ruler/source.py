@@ -25,7 +25,7 @@ class RulerSource:
             UserError: a file is not what it should be, or has fewer questions than samples.
         """
         material = suite.Material(
-            count_tokens=lambda prompt: len(tokenizer.encode(prompt)),
+            count_tokens=lambda prompt: len(tokenizer.encode_batch([prompt])[0]),
             essay=load_essays(options.essays) if options.essays else _public_domain(),
             squad=load_squad(options.squad) if options.squad else None,
             hotpotqa=load_hotpotqa(options.hotpotqa) if options.hotpotqa else None,
