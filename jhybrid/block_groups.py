@@ -9,13 +9,13 @@ not. `by_block` and `from_blocks` convert to and from one entry per block (`bloc
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from jhybrid.config import BlockConfig
+from jhybrid.parameters import flatten, unflatten
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,17 +52,11 @@ def find_groups(blocks: Sequence[BlockConfig]) -> tuple[Group, ...]:
     return best(0)[1]
 
 
-def named_parameters(params: Any) -> dict[str, nnx.Variable]:
-    """Every parameter of a state by its path, like `groups.0.1.mixer.q_proj.kernel`."""
-    return {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(params)}
-
-
 def by_block(params: nnx.State, blocks: Sequence[BlockConfig]) -> dict[str, jax.Array]:
-    """Parameter values by path with stacks taken apart: `blocks.5.mixer.q_proj.kernel`, `embed`."""
+    """Parameter values by path with stacks taken apart: `blocks.5.mixer.q_proj.weight`, `embed`."""
     values = {}
     groups = find_groups(blocks)
-    for path, leaf in named_parameters(params).items():
-        value = leaf.get_value()
+    for path, value in flatten(params).items():
         names = _block_paths(path, groups)
         values.update({path: value} if names is None else dict(zip(names, value, strict=True)))
     return values
@@ -75,24 +69,20 @@ def from_blocks(
 
     Raises ValueError when a parameter is missing, left over or of another shape.
     """
-    left = dict(values)
+    left, stacked = dict(values), {}
     groups = find_groups(blocks)
-    flat = []
-    for path, leaf in named_parameters(params).items():
+    for path, like in flatten(params).items():
         names = _block_paths(path, groups)
         missing = [name for name in names or [path] if name not in left]
         if missing:
             raise ValueError(f"no value for parameter {', '.join(missing)}")
         value = left.pop(path) if names is None else jnp.stack([left.pop(name) for name in names])
-        shape = leaf.get_value().shape
-        if value.shape != shape:
-            raise ValueError(f"parameter {path}: expected shape {shape}, got {value.shape}")
-        flat.append(leaf.replace(value))
+        if value.shape != like.shape:
+            raise ValueError(f"parameter {path}: expected shape {like.shape}, got {value.shape}")
+        stacked[path] = value
     if left:
         raise ValueError(f"values for unknown parameters {', '.join(sorted(left))}")
-    return nnx.from_flat_state(
-        [(key, leaf) for (key, _), leaf in zip(nnx.to_flat_state(params), flat, strict=True)]
-    )
+    return unflatten(params, stacked)
 
 
 def _block_paths(path: str, groups: Sequence[Group]) -> list[str] | None:

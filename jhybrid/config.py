@@ -130,7 +130,7 @@ class ModelConfig:
     param_dtype: Literal["bfloat16", "float32", "float64"] = "float32"
     remat: Literal["none", "block", "dots", "mixer_outputs"] = "block"
     scan_blocks: bool = True  # scan over the repeats of the layer pattern; False unrolls
-    loss_chunk_tokens: int = 2048  # tokens whose logits exist at once in training
+    loss_chunk_tokens: int = 2048  # tokens per device whose logits exist at once in training
     implementation: Literal["auto", "reference", "xla", "pallas_tpu", "pallas_gpu"] = "auto"
 
     def __post_init__(self):

@@ -6,7 +6,6 @@ call to call, recurrent state and random keys included, is an argument and a res
 """
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jhybrid.block_groups import Group, find_groups, named_parameters
+from jhybrid.block_groups import Group, find_groups
 from jhybrid.config import (
     BlockConfig,
     ChunkRoutedConfig,
@@ -26,6 +25,7 @@ from jhybrid.config import (
 )
 from jhybrid.layers import LayerNorm, RMSNorm, SwiGLU, normal
 from jhybrid.mixers import Context, Report, State, build_mixer
+from jhybrid.parameters import flatten, matrix_paths
 from jhybrid.sharding import OP_OUTPUT, constrain
 from pallas_kernels.array_types import Array, Float, Int
 
@@ -75,7 +75,7 @@ class Block(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], State, Report]:
         y, state, report = self.mixer(self.mixer_norm(x), state, context)
         x = constrain(x + y, "batch", "time", None)
-        if self.channel_mixer is not None:
+        if self.channel_norm is not None and self.channel_mixer is not None:
             x = constrain(x + self.channel_mixer(self.channel_norm(x)), "batch", "time", None)
         return x, state, report
 
@@ -206,13 +206,10 @@ def flops_per_token(
     What remat computes again, and what an implementation adds (chunked forms, masked blocks), is
     work but not counted. `softmax_fraction` is the share of (chunk, head) pairs sent to softmax.
     """
-    model = nnx.eval_shape(lambda: HybridLM(config, rngs=nnx.Rngs(0)))
-    matrices = 0
-    for path, leaf in named_parameters(nnx.state(model, nnx.Param)).items():
-        shape = leaf.get_value().shape
-        is_matrix = len(shape) - path.startswith("groups.") >= 2
-        if is_matrix and (path != "embed" or config.tied_head):
-            matrices += math.prod(shape)
+    params = nnx.state(nnx.eval_shape(lambda: HybridLM(config, rngs=nnx.Rngs(0))), nnx.Param)
+    sizes = {path: leaf.size for path, leaf in flatten(params).items()}
+    used = matrix_paths(params) - (set() if config.tied_head else {"embed"})
+    matrices = sum(sizes[path] for path in used)
     mixing = sum(
         _mixing_flops(block.mixer, sequence_length, softmax_fraction) for block in config.blocks
     )

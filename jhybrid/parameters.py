@@ -1,7 +1,7 @@
 """A model's parameters as a flat dict from dotted path to array, and back.
 
 Checkpoints, exports and `optimizer.trainable` all speak of parameters by these paths
-("blocks.0.mixer.query.kernel"), and a plain dict is a plain pytree for optax and orbax.
+("groups.0.1.mixer.q_proj.weight"), and a plain dict is a plain pytree for optax and orbax.
 """
 
 import re

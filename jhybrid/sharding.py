@@ -35,7 +35,7 @@ OP_OUTPUT = "mixer_output"  # name of what ops return, for remat policies
 LogicalAxes = tuple[str | None, ...]
 
 
-def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     """The first data*fsdp*tensor*context devices as a mesh of Auto axes.
 
     Raises UserError when there are too few devices.
@@ -111,6 +111,8 @@ def shard_op(
     Results are named OP_OUTPUT for remat policies.
     """
     named = isinstance(in_axes, Mapping)
+    by_argument: dict[Any, LogicalAxes] = dict(in_axes if named else enumerate(in_axes))
+    several = bool(out_axes) and isinstance(out_axes[0], tuple)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         mesh = _auto_mesh()
@@ -119,14 +121,12 @@ def shard_op(
         if named:
             if args:
                 raise TypeError(f"{_name(op)}: arguments with named axes are passed by keyword")
-            arrays = {name: kwargs.pop(name) for name in in_axes if name in kwargs}
-            axes = {name: in_axes[name] for name in arrays}
+            arrays = {name: kwargs.pop(name) for name in by_argument if name in kwargs}
         else:
             arrays = dict(enumerate(args))
-            axes = dict(zip(arrays, in_axes, strict=True))
-        layout = _agree(_name(op), arrays, axes, mesh)
+        layout = _agree(_name(op), arrays, by_argument, mesh)
 
-        def specs(axes: LogicalAxes, value: Any) -> Any:
+        def specs(axes: Any, value: Any) -> Any:
             return jax.tree.map(lambda x: _op_spec(axes, x.shape, layout), value)
 
         def local(arrays: dict) -> Any:
@@ -135,15 +135,12 @@ def shard_op(
             return op(*arrays.values(), **kwargs)
 
         shapes = jax.eval_shape(local, arrays)
-        if out_axes and isinstance(out_axes[0], tuple):
-            out_specs = tuple(map(specs, out_axes, shapes))
-        else:
-            out_specs = specs(out_axes, shapes)
+        out_specs = tuple(map(specs, out_axes, shapes)) if several else specs(out_axes, shapes)
         # Pallas calls declare no replication types, hence check_vma=False.
         sharded = jax.shard_map(
             local,
             mesh=mesh,
-            in_specs=({key: specs(axes[key], value) for key, value in arrays.items()},),
+            in_specs=({key: specs(by_argument[key], x) for key, x in arrays.items()},),
             out_specs=out_specs,
             check_vma=False,
         )
@@ -187,8 +184,8 @@ def _spec(axes: Sequence[str | None], shape: Sequence[int], mesh: Mesh | Abstrac
 
 
 def _op_spec(axes: LogicalAxes, shape: Sequence[int], layout: Mapping[str, Any]) -> PartitionSpec:
-    sizes = zip(axes, shape, strict=False)
-    return PartitionSpec(*(None if size == 1 else layout.get(axis) for axis, size in sizes))
+    split = (axis if size > 1 else None for axis, size in zip(axes, shape, strict=False))
+    return PartitionSpec(*(layout.get(axis) if axis else None for axis in split))
 
 
 def _agree(op: str, arrays: Mapping, axes: Mapping, mesh: AbstractMesh) -> dict[str, tuple | None]:

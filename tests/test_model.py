@@ -12,7 +12,7 @@ from closeness import assert_close
 from flax import nnx
 from tiny_models import CHUNK, LINEAR, ROUTED, SOFTMAX, build, tiny, tokens
 
-from jhybrid.block_groups import by_block, find_groups, from_blocks, named_parameters
+from jhybrid.block_groups import by_block, find_groups, from_blocks
 from jhybrid.config import MeshConfig, ModelConfig
 from jhybrid.losses import next_token_loss
 from jhybrid.model import (
@@ -24,6 +24,7 @@ from jhybrid.model import (
     parameter_count,
     training_context,
 )
+from jhybrid.parameters import flatten
 from jhybrid.sharding import make_mesh, parameter_shardings
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -64,8 +65,7 @@ def loss_and_gradients(config: ModelConfig, data: dict, mesh: MeshConfig | None 
         with jax.set_mesh(devices):
             params = jax.device_put(params, parameter_shardings(params, devices))
             (value, output), grads = step(params, data)
-    grads = {path: leaf.get_value() for path, leaf in named_parameters(grads).items()}
-    return value, grads, output
+    return value, flatten(grads), output
 
 
 def forward(config: ModelConfig, text: np.ndarray) -> Output:
@@ -243,16 +243,16 @@ def test_repeats_of_a_block_start_from_different_weights():
 def test_parameters_are_named_by_path_and_viewed_block_by_block():
     model = build(tiny())
     params = nnx.state(model, nnx.Param)
-    named = named_parameters(params)
+    named = flatten(params)
     assert {"embed", "head", "norm.weight", "groups.0.1.mixer.q_proj.weight"} <= named.keys()
     values = by_block(params, model.config.blocks)
-    stacked = named["groups.0.1.mixer.q_proj.weight"].get_value()
+    stacked = named["groups.0.1.mixer.q_proj.weight"]
     assert_close(values["blocks.1.mixer.q_proj.weight"], stacked[0], 0, "block 1")
     assert_close(values["blocks.4.mixer.q_proj.weight"], stacked[1], 0, "block 4")
     rebuilt = from_blocks(values, nnx.eval_shape(lambda: params), model.config.blocks)
-    for path, leaf in named_parameters(rebuilt).items():
-        assert_close(leaf.get_value(), named[path].get_value(), 0, path)
-        assert leaf.get_metadata()["axes"] == named[path].get_metadata()["axes"]
+    assert jax.tree.structure(rebuilt) == jax.tree.structure(params)
+    for path, value in flatten(rebuilt).items():
+        assert_close(value, named[path], 0, path)
     del values["blocks.4.mixer.q_proj.weight"]
     with pytest.raises(ValueError, match=r"no value for parameter blocks\.4\.mixer\.q_proj"):
         from_blocks(values, params, model.config.blocks)
