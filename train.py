@@ -26,7 +26,7 @@ def _window(text: str) -> tuple[int, int]:
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = commandline.Parser(prog="train.py", description=__doc__.splitlines()[0])
+    parser = commandline.Parser(prog="train.py", description="Train the model of a config file.")
     parser.add_argument("--config", default="configs/default.py", help="file with config()")
     parser.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", dest="changes")
     parser.add_argument("--workdir", type=Path, help="default: runs/<config name>")

@@ -6,11 +6,16 @@ A config file is a Python file with `def config() -> Experiment`. Variants are m
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, TypeVar, dataclass_transform
 
 from jhybrid.errors import UserError
 
-_frozen = dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+_Config = TypeVar("_Config")
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+def _frozen(config: type[_Config]) -> type[_Config]:
+    return dataclasses.dataclass(frozen=True, slots=True, kw_only=True)(config)
 
 
 def require(condition: bool, message: str) -> None:

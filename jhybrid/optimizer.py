@@ -1,6 +1,7 @@
 """AdamW as an optax chain over the trainable parameters, and the learning rate over time."""
 
 from collections.abc import Callable, Collection
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import optax
 from jhybrid.config import OptimizerConfig
 from pallas_kernels.array_types import Array, Float, Int
 
-Schedule = Callable[[Int[Array, ""]], Float[Array, ""]]
+Schedule = Callable[[Any], Any]  # updates applied so far -> learning rate, both scalars
 
 
 def learning_rate(config: OptimizerConfig, steps: int) -> Schedule:
@@ -58,7 +59,7 @@ def adamw(
         optax.scale_by_learning_rate(schedule),
     )
 
-    def init(parameters: dict) -> optax.OptState:
-        return chain.init(jax.tree.map(lambda x: x.astype(jnp.float32), parameters))
+    def init(params: Any) -> optax.OptState:
+        return chain.init(jax.tree.map(lambda x: x.astype(jnp.float32), params))
 
     return optax.GradientTransformation(init, chain.update)

@@ -27,17 +27,12 @@ def initialize(
     The three flags go together. Without them, a step of Slurm, Open MPI or a TPU pod slice is
     recognised by its environment variables; anything else is a single process.
     """
-    flags = {
-        "--coordinator": coordinator,
-        "--num-processes": num_processes,
-        "--process-id": process_id,
-    }
-    missing = [name for name, value in flags.items() if value is None]
-    if not missing:
-        if not 0 <= process_id < num_processes:
-            raise UserError(f"--process-id {process_id} must lie in 0..{num_processes - 1}")
+    if coordinator is None and num_processes is None and process_id is None:
+        if _several_processes(environ):
+            jax.distributed.initialize()
+    elif coordinator is None or num_processes is None or process_id is None:
+        raise UserError("--coordinator, --num-processes and --process-id go together")
+    elif not 0 <= process_id < num_processes:
+        raise UserError(f"--process-id {process_id} must lie in 0..{num_processes - 1}")
+    else:
         jax.distributed.initialize(coordinator, num_processes, process_id)
-    elif len(missing) < len(flags):
-        raise UserError(f"{' and '.join(missing)} missing: the three distributed flags go together")
-    elif _several_processes(environ):
-        jax.distributed.initialize()

@@ -21,7 +21,7 @@ from jhybrid.model import flops_per_token
 from jhybrid.serialization import to_json
 from jhybrid.sharding import make_mesh
 from jhybrid.training.metrics import MetricsWriter, collapsed_routing, model_flops_utilization
-from jhybrid.training.progress import Reporter
+from jhybrid.training.progress import Reporter, duration
 from jhybrid.training.step import Program, TrainState
 from jhybrid.training.validation import Validation
 
@@ -95,6 +95,7 @@ class _Run:
         if self.is_first_process:
             write_whole(self.options.workdir / "config.json", to_json(self.experiment))
         self._write("start", first, resumed=resume_from is not None, devices=self.mesh.size)
+        self.reporter.say(self._summary())
         if resume_from is not None:
             self.reporter.say(f"resuming {self.options.workdir} after step {first}")
         try:
@@ -107,6 +108,16 @@ class _Run:
             if self.writer is not None:
                 self.writer.close()
         self._farewell(step)
+
+    def _summary(self) -> str:
+        count = sum(x.size for x in self.program.state.params.values())
+        frozen = sum(x.size for x in self.program.state.frozen.values())
+        return (
+            f"{self.experiment.name}: {count:,} parameters to train"
+            + (f", {frozen:,} frozen" if frozen else "")
+            + f", {self.tokens_per_step:,} tokens per step, "
+            f"{self.mesh.size} x {self.mesh.devices.flat[0].device_kind}; compiling"
+        )
 
     def _begin(self, resume_from: int | None) -> TrainState:
         """The initial state, or the one of a checkpoint with the data iterator set to it."""
@@ -131,9 +142,9 @@ class _Run:
     def _train(self, state: TrainState, first: int) -> tuple[TrainState, int]:
         settings = self.settings
         step, window_start, window_steps = first, None, 0
-        warned = None
+        warned, began = None, time.perf_counter()
         while step < settings.steps:
-            self._trace(step)
+            self._trace(step, state)
             batch = self.program.put_batch(next(self.batches))
             state, metrics = self.program.train_step(state, batch)
             step += 1
@@ -141,6 +152,7 @@ class _Run:
             if window_start is None:  # the first step compiles: it counts for nothing
                 jax.block_until_ready(metrics)
                 window_start, window_steps = time.perf_counter(), 0
+                self.reporter.say(f"first step done after {duration(window_start - began)}")
             self.reporter.advance(step)
             last = step == settings.steps
             if step % settings.log_every_steps == 0 or step == first + 1 or last:
@@ -226,13 +238,14 @@ class _Run:
             return bool(self.signals)
         return multihost_utils.reached_preemption_sync_point(step)
 
-    def _trace(self, step: int) -> None:
+    def _trace(self, step: int, state: TrainState) -> None:
         if self.options.profile is not None and self.is_first_process:
             start, stop = self.options.profile
             if step == start:
                 jax.profiler.start_trace(str(self.options.workdir / "profile"))
                 self._tracing = True
             elif step == stop:
+                jax.block_until_ready(state)  # steps are dispatched ahead of the device
                 self._stop_trace()
 
     _tracing = False

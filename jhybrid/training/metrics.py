@@ -78,7 +78,7 @@ def _scalars(record: Mapping[str, Any], prefix: str) -> dict[str, float]:
         if isinstance(value, Mapping):
             found |= _scalars(value, name)
         elif isinstance(value, list):
-            found |= _scalars(dict(enumerate(value)), name)
+            found |= _scalars({str(i): item for i, item in enumerate(value)}, name)
         elif isinstance(value, (int, float)):
             found[name] = float(value)
     return found

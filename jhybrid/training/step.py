@@ -226,6 +226,9 @@ class Program:
         }
 
 
-def _split_rows(x: Int[Array, "B T"], parts: int) -> Int[Array, "parts B/parts T"]:
-    # Part i takes rows i, i + parts, ...: every device keeps its own rows, nothing is moved.
+def _split_rows(x: Int[Array, "B T"], parts: int) -> Int[Array, "P R T"]:
+    """x in P = parts equal parts of R = B / P rows, for a scan over parts.
+
+    Part i takes rows i, i + P, ...: every device keeps its own rows and nothing is moved.
+    """
     return x.reshape(x.shape[0] // parts, parts, *x.shape[1:]).swapaxes(0, 1)
