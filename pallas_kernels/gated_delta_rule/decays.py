@@ -6,7 +6,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.array_types import Array, Float, Int
 
-_FRACTION = 4096.0  # log decays are summed in steps of 1 / 4096, and the rest apart
+_FRACTION = 256.0  # log decays are summed in steps of 1 / 256, and the rest apart
 
 
 class Decays(NamedTuple):
@@ -24,12 +24,17 @@ def reset_counts(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
     return jnp.cumsum(jnp.pad(changes, ((0, 0), (1, 0))), axis=1, dtype=jnp.int32)
 
 
-def chunk_decays(g: Float[Array, "*G C"], resets: Int[Array, "N B C"] | None) -> Decays:
+def chunk_decays(
+    g: Float[Array, "*G C"],
+    resets: tuple[Int[Array, "N B"], Int[Array, "N B C"]] | None,
+) -> Decays:
     """The decay factors of every chunk from its log decays g.
+
+    `resets` are counts of document boundaries: before the chunk, and up to each of its tokens.
 
     Only differences of cumulative sums c are exponentiated, so no factor exceeds 1. They stay
     accurate when one strong decay (g = -60) makes c large beside differences that matter (1e-3):
-    c is held as a sum of multiples of 1 / 4096, exact in fp32 up to 4096, plus a small remainder.
+    c is held as a sum of multiples of 1 / 256, exact in fp32 up to 65536, plus a small remainder.
     """
     C = g.shape[-1]
     coarse = jnp.round(g * _FRACTION) / _FRACTION
@@ -45,12 +50,12 @@ def chunk_decays(g: Float[Array, "*G C"], resets: Int[Array, "N B C"] | None) ->
     if resets is None:
         same = entering = staying = passing = True
     else:
-        resets = resets[:, :, None, None]  # [N, B, 1, 1, C]
-        before = jnp.pad(resets[:-1, ..., -1:], ((1, 0), *[(0, 0)] * 4))
-        same = resets[row] == resets[column]
-        entering = resets == before
-        staying = resets == resets[last]
-        passing = resets[..., -1] == before[..., 0]
+        before = resets[0][:, :, None, None, None]
+        count = resets[1][:, :, None, None]  # [N, B, 1, 1, C]
+        same = count[row] == count[column]
+        entering = count == before
+        staying = count == count[last]
+        passing = (count[last] == before)[..., 0]
     whole = coarse + fine
     return Decays(
         pair=factor(row, column, causal & same),
@@ -74,5 +79,6 @@ def log_decay_gradient(
     crossing = jnp.tril(pair, -1)
     balance = crossing.sum(-1) - crossing.sum(-2) + into
     after = jnp.flip(jnp.cumsum(jnp.flip(balance, -1), -1), -1)
-    before = jnp.cumsum(out, -1) - out
-    return after + before + through[..., None]
+    # Shifted, not `cumsum - out`: the last token's `out` is 1 and would swamp small gradients.
+    earlier = jnp.pad(out[..., :-1], [(0, 0)] * (out.ndim - 1) + [(1, 0)])
+    return after + jnp.cumsum(earlier, -1) + through[..., None]

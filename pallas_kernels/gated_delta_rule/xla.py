@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import dispatch
 from pallas_kernels.array_types import Array, Float, Int
-from pallas_kernels.blocks import cdiv, merge_chunks, pad_to_multiple, split_chunks
+from pallas_kernels.blocks import cdiv, pad_to_multiple, split_chunks
 from pallas_kernels.gated_delta_rule import state_pass
 from pallas_kernels.gated_delta_rule.decays import (
     Decays,
@@ -22,14 +22,24 @@ from pallas_kernels.gated_delta_rule.decays import (
 )
 from pallas_kernels.gated_delta_rule.triangular import unit_lower_inverse
 
-_TREE_FROM_CHUNKS = 16  # on a GPU, where each sequential step costs several kernel launches
+
+def choose_stretches(chunks: int, states: int) -> int:
+    """Into how many stretches the state pass cuts `chunks` chunks of `states` parallel states.
+
+    On a GPU a sequential step costs microseconds in launches alone, and has room for about 256
+    states in that time; elsewhere the extra work of composing maps is not paid back.
+    """
+    if dispatch.Target.current().platform != "gpu":
+        return 1
+    stretches = min(256 // states, chunks // 16)
+    return stretches if stretches >= 4 else 1
 
 
 @dataclasses.dataclass(frozen=True)
 class _Options:
     scale: float
     precision: jax.lax.PrecisionLike
-    state_pass: state_pass.Strategy
+    stretches: int
 
     def product(self, spec: str, x: Array, y: Array, *, like: Array) -> Array:
         """An einsum of operands in the dtype of `like` (q, k, v), accumulated in fp32 or wider."""
@@ -59,32 +69,47 @@ def gated_delta_rule(
     [C, C] tile per chunk and value head, and recomputes the rest."""
     B, T, Hk, K = q.shape
     H, V = v.shape[2:]
-    N, R = cdiv(T, chunk_size), H // Hk
+    R = H // Hk
+    stretches = choose_stretches(cdiv(T, chunk_size), B * H)
 
-    def chunks(x):  # [B, T, ...] -> [N, B, C, ...]
-        return jnp.moveaxis(split_chunks(pad_to_multiple(x, chunk_size, 1), chunk_size), 1, 0)
+    def chunks(x, size, **padding):
+        """[B, T, ...] -> [N, B, size, ...]; N counts the stretches first: chunk i of each, then
+        chunk i + 1 of each."""
+        x = split_chunks(pad_to_multiple(x, stretches * size, 1, **padding), size)
+        x = x.reshape(B, stretches, -1, *x.shape[2:])
+        return jnp.moveaxis(x, (2, 1), (0, 1)).reshape(-1, B, *x.shape[3:])
+
+    def tokens(x):
+        """The inverse of `chunks`, padding cut off."""
+        x = x.reshape(-1, stretches, *x.shape[1:])
+        x = jnp.moveaxis(x, (0, 1), (2, 1))
+        return x.reshape(B, -1, *x.shape[4:])[:, :T]
+
+    def grouped(x):  # [B, T, H, ...] -> [N, B, Hk, R, C, ...]
+        return jnp.moveaxis(chunks(x.reshape(B, T, Hk, R, *x.shape[3:]), chunk_size), 2, 4)
 
     resets = None
     if segment_ids is not None:
-        padded = pad_to_multiple(segment_ids, chunk_size, 1, repeat_last=True)
-        resets = chunks(reset_counts(padded))
+        counts = reset_counts(segment_ids)
+        before = jnp.pad(counts[:, :-1], ((0, 0), (1, 0)))
+        resets = (
+            chunks(before, chunk_size, repeat_last=True)[..., 0],
+            chunks(counts, chunk_size, repeat_last=True),
+        )
     if write_mask is not None:
-        write_mask = jnp.moveaxis(write_mask, 1, 0).reshape(N, B, Hk, R)
-    strategy = "scan"
-    if N >= _TREE_FROM_CHUNKS and dispatch.Target.current().platform == "gpu":
-        strategy = "tree"
+        write_mask = chunks(write_mask, 1).reshape(-1, B, Hk, R)
     o, state = _over_chunks(
-        _Options(scale, precision, strategy),
-        jnp.moveaxis(chunks(q), 3, 2),  # [N, B, Hk, C, K]
-        jnp.moveaxis(chunks(k), 3, 2),
-        jnp.moveaxis(chunks(v).reshape(N, B, chunk_size, Hk, R, V), 2, 4),
-        jnp.moveaxis(chunks(g).reshape(N, B, chunk_size, Hk, R), 2, 4),
-        jnp.moveaxis(chunks(beta).reshape(N, B, chunk_size, Hk, R), 2, 4),
+        _Options(scale, precision, stretches),
+        jnp.moveaxis(chunks(q, chunk_size), 3, 2),  # [N, B, Hk, C, K]
+        jnp.moveaxis(chunks(k, chunk_size), 3, 2),
+        grouped(v),
+        grouped(g),
+        grouped(beta),
         write_mask,
         initial_state.reshape(B, Hk, R, K, V),
         resets,
     )
-    o = merge_chunks(jnp.moveaxis(o, (0, 4), (1, 2)))[:, :T]  # [B, T, Hk, R, V]
+    o = tokens(jnp.moveaxis(o, 4, 2))  # [B, T, Hk, R, V]
     return o.reshape(B, T, H, V), state.reshape(B, H, K, V)
 
 
@@ -101,23 +126,51 @@ def _decays(g, write_mask, resets) -> Decays:
     return decays._replace(out=decays.out * write_mask[..., None])
 
 
-def _states(options, k, v, beta, decays, inverse, initial):
-    """Recalls and states: new values Vn [.. C V], entering states, final state, transitions."""
+def _chunk_maps(options, k, v, beta, decays, inverse):
+    """W and U of every chunk and its affine map of the state: (I + L) Vn = Z makes Vn = U - W S."""
     product = functools.partial(options.product, like=k)
     dtype = k.dtype
-    erasing = (inverse * (beta * decays.into)[..., None, :]).astype(dtype)
-    writing = (inverse * beta[..., None, :]).astype(dtype)
-    w = product("nbhrij,nbhjk->nbhrik", erasing, k).astype(dtype)
-    u = product("nbhrij,nbhrjv->nbhriv", writing, v).astype(dtype)
-    k_out = (k[:, :, :, None] * decays.out[..., None]).astype(dtype)
-    erase = product("nbhrck,nbhrcw->nbhrkw", k_out, w).astype(dtype)
-    write = product("nbhrck,nbhrcv->nbhrkv", k_out, u).astype(dtype)
-    transition = state_pass.Transition(decays.through, erase)
-    levels = state_pass.transition_levels(transition, product, options.state_pass)
-    entering, final = state_pass.entering_states(levels, write, initial, product)
-    entering = entering.astype(dtype)
-    new = (u - product("nbhrck,nbhrkv->nbhrcv", w, entering)).astype(dtype)
-    return w, k_out, levels, entering, final, new
+    out = decays.out[..., None]
+
+    def solved(columns, x):
+        """A x and its decayed twin, each rounded once."""
+        spec = "nbhrij,nbhjk->nbhrik" if x.ndim == 5 else "nbhrij,nbhrjk->nbhrik"
+        tile = inverse * columns[..., None, :]
+        return product(spec, tile, x).astype(dtype), product(spec, out * tile, x).astype(dtype)
+
+    w, w_out = solved(beta * decays.into, k)
+    u, u_out = solved(beta, v)
+    affine = state_pass.AffineMap(
+        decays.through,
+        product("nbhck,nbhrcw->nbhrkw", k, w_out).astype(dtype),
+        product("nbhck,nbhrcv->nbhrkv", k, u_out).astype(dtype),
+    )
+    return w, u, affine
+
+
+def _by_stretch(options, affine):
+    """[N, ...] -> [chunks of a stretch, stretches, ...]"""
+    return jax.tree.map(lambda x: x.reshape(-1, options.stretches, *x.shape[1:]), affine)
+
+
+def _entering(options, affine, initial, like):
+    product = functools.partial(options.product, like=like)
+    entering, final, stretches = state_pass.entering_states(
+        _by_stretch(options, affine), initial, product
+    )
+    return entering.reshape(-1, *entering.shape[2:]), final, stretches
+
+
+def _reading(options, q, w, attention, decays):
+    """What of the entering state each output reads, both directly and through the new values."""
+    direct = options.scale * q[:, :, :, None] * decays.into[..., None]
+    indirect = options.product("nbhrij,nbhrjk->nbhrik", attention, w, like=q)
+    return (direct - indirect).astype(q.dtype)
+
+
+def _attention(options, q, k, decays):
+    scores = options.product("nbhik,nbhjk->nbhij", q, k, like=k)[:, :, :, None]
+    return scores, (options.scale * scores * decays.pair).astype(k.dtype)
 
 
 def _forward(options, q, k, v, g, beta, write_mask, initial, resets):
@@ -126,12 +179,13 @@ def _forward(options, q, k, v, g, beta, write_mask, initial, resets):
     similarity = product("nbhik,nbhjk->nbhij", k, k)[:, :, :, None]
     strict = jnp.tril(beta[..., None] * similarity * decays.pair, -1)
     inverse = unit_lower_inverse(strict).astype(k.dtype)
-    _, _, _, entering, final, new = _states(options, k, v, beta, decays, inverse, initial)
-    attention = product("nbhik,nbhjk->nbhij", q, k)[:, :, :, None] * decays.pair
-    recalled = product("nbhck,nbhrkv->nbhrcv", q, entering)
-    o = decays.into[..., None] * recalled + product("nbhrij,nbhrjv->nbhriv", attention, new)
-    o = (options.scale * o).astype(v.dtype)
-    return (o, final), (q, k, v, g, beta, write_mask, initial, resets, inverse)
+    w, u, affine = _chunk_maps(options, k, v, beta, decays, inverse)
+    entering, final, _ = _entering(options, affine, initial, k)
+    _, attention = _attention(options, q, k, decays)
+    reading = _reading(options, q, w, attention, decays)
+    o = product("nbhrck,nbhrkv->nbhrcv", reading, entering)
+    o += product("nbhrij,nbhrjv->nbhriv", attention, u)
+    return (o.astype(v.dtype), final), (q, k, v, g, beta, write_mask, initial, resets, inverse)
 
 
 def _backward(options, residuals, cotangents):
@@ -142,25 +196,27 @@ def _backward(options, residuals, cotangents):
     scale = options.scale
     product = functools.partial(options.product, like=k)
     decays = _decays(g, write_mask, resets)
-    w, k_out, levels, entering, _, new = _states(options, k, v, beta, decays, inverse, initial)
+    w, u, affine = _chunk_maps(options, k, v, beta, decays, inverse)
+    entering, _, stretches = _entering(options, affine, initial, k)
+    new = (u - product("nbhrck,nbhrkv->nbhrcv", w, entering)).astype(dtype)
+
+    scores, attention = _attention(options, q, k, decays)
+    reading = _reading(options, q, w, attention, decays)
+    dwrite = product("nbhrck,nbhrcv->nbhrkv", reading, do).astype(dtype)
+    dstate, dinitial = state_pass.leaving_cotangents(
+        _by_stretch(options, affine._replace(write=dwrite)), stretches, dfinal, product
+    )
+    dstate = dstate.reshape(entering.shape)
 
     similarity = product("nbhik,nbhjk->nbhij", k, k)[:, :, :, None]
-    scores = scale * product("nbhik,nbhjk->nbhij", q, k)[:, :, :, None]
-    attention = (scores * decays.pair).astype(dtype)
-    q_into = scale * q[:, :, :, None] * decays.into[..., None]
-    reading = q_into - product("nbhrij,nbhrjk->nbhrik", attention, w)
-    dwrite = product("nbhrck,nbhrcv->nbhrkv", reading, do)
-    dstate, dinitial = state_pass.leaving_cotangents(levels, dwrite, dfinal, product)
-    dstate = dstate.astype(dtype)
-
     dnew = product("nbhrij,nbhriv->nbhrjv", attention, do)
-    dnew += product("nbhrck,nbhrkv->nbhrcv", k_out, dstate)
+    dnew += decays.out[..., None] * product("nbhck,nbhrkv->nbhrcv", k, dstate)
     dz = product("nbhrij,nbhriv->nbhrjv", inverse, dnew).astype(dtype)
 
     dattention = scale * product("nbhriv,nbhrjv->nbhrij", do, new) * decays.pair
     dstrict = -jnp.tril(product("nbhriv,nbhrjv->nbhrij", dz, new) * decays.pair, -1)
     dsimilarity = beta[..., None] * dstrict
-    pair = dattention * (scores / scale) + dsimilarity * similarity
+    pair = dattention * scores + dsimilarity * similarity
 
     dq_read = scale * product("nbhrcv,nbhrkv->nbhrck", do, entering)
     dk_read = -product("nbhrcv,nbhrkv->nbhrck", dz, entering)  # of beta into k, through Z
@@ -169,7 +225,7 @@ def _backward(options, residuals, cotangents):
     read = (dk_read * k_row).sum(-1)
     dinto = (dq_read * q_row).sum(-1) + beta * read
     dout = (dk_write * k_row).sum(-1)
-    dthrough = (entering.astype(g.dtype) * dstate).sum((-2, -1))
+    dthrough = (entering.astype(g.dtype) * dstate.astype(g.dtype)).sum((-2, -1))
 
     dbeta = decays.into * read + (dz * v).sum(-1, dtype=g.dtype)
     dbeta += (dstrict * similarity).sum(-1)

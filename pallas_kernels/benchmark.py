@@ -1,0 +1,224 @@
+"""Times every implementation of an op that runs on this machine, and checks it first.
+
+    python -m pallas_kernels.benchmark --op gated_delta_rule --json out.json
+
+For each case of the op's `cases.py` (tag `bench`, or `quick` on a CPU) it prints the forward and
+forward+backward medians, the worst closeness of outputs and of gradients to the reference
+(rms(out - ref) / rms(ref), on one row cut to `--gate-tokens` tokens, reference in fp32 or wider),
+and the compiled memory of forward+backward at T, 2T and 4T. An implementation that is not close
+enough is not timed.
+
+Times are host clock over back-to-back calls of a compiled function, synchronised once per batch, so
+they include launch gaps; the median is over batches.
+"""
+
+import argparse
+import dataclasses
+import importlib
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import dispatch
+
+OPS = ("gated_delta_rule",)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Row:
+    """One implementation on one case; None where it was not measured, `note` says why."""
+
+    case: str
+    shape: str
+    dtype: str
+    implementation: str
+    closeness_outputs: float | None = None
+    closeness_gradients: float | None = None
+    forward_ms: float | None = None
+    forward_backward_ms: float | None = None
+    peak_bytes: tuple[int, ...] | None = None  # at T, 2T, 4T
+    note: str = ""
+
+
+class Bound:
+    """An op with one implementation chosen: forward, and forward+backward, as jitted functions."""
+
+    def __init__(self, op: Callable, case, implementation: str):
+        def forward(arguments, integers):
+            return op(**arguments, **integers, **case.options, implementation=implementation)
+
+        def forward_backward(arguments, integers, cotangents):
+            outputs, pullback = jax.vjp(lambda a: forward(a, integers), arguments)
+            return outputs, pullback(cotangents)[0]
+
+        self.forward = jax.jit(forward)
+        self.forward_backward = jax.jit(forward_backward)
+
+
+def peak_bytes(op: Callable, case, dtype: str, implementation: str) -> int:
+    """Arguments, results and temporaries of compiled forward+backward; nothing is run."""
+    shapes = jax.eval_shape(lambda key: case.draw(key, dtype), jax.random.key(0))
+    compiled = Bound(op, case, implementation).forward_backward.lower(*shapes).compile()
+    memory = compiled.memory_analysis()
+    return memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
+
+
+def closeness(op: Callable, case, dtype: str, implementation: str) -> dict[str, float]:
+    """rms(out - ref) / rms(ref) of every output and gradient against the reference in fp32."""
+    arguments, integers, cotangents = case.draw(jax.random.key(1), dtype)
+    actual = Bound(op, case, implementation).forward_backward(arguments, integers, cotangents)
+
+    def widen(x):
+        return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+    expected = Bound(op, case, "reference").forward_backward(
+        jax.tree.map(widen, arguments), integers, jax.tree.map(widen, cotangents)
+    )
+
+    def ratio(x, y):
+        x, y = widen(x), widen(y)
+        error, size = jnp.sqrt(jnp.mean((x - y) ** 2)), jnp.sqrt(jnp.mean(y**2))
+        return float(jnp.where(size > 0, error / size, error))
+
+    outputs, gradients = jax.tree.map(ratio, actual, expected)
+    return dict(zip(case.outputs, outputs, strict=True)) | {
+        f"d{name}": x for name, x in gradients.items()
+    }
+
+
+def median_ms(run: Callable[[], Any], batches: int = 7, batch_seconds: float = 0.05) -> float:
+    """Median over batches of the mean time of one call; the first calls compile and warm up."""
+    jax.block_until_ready(run())
+    start = time.perf_counter()
+    jax.block_until_ready(run())
+    once = time.perf_counter() - start
+    calls = max(1, min(100, int(batch_seconds / once)))
+    batches = batches if once < 1 else 3
+    times = []
+    for _ in range(batches):
+        start = time.perf_counter()
+        for _ in range(calls):
+            result = run()
+        jax.block_until_ready(result)
+        times.append((time.perf_counter() - start) / calls)
+    return 1e3 * statistics.median(times)
+
+
+def measure(op, case, dtype, implementation, accepted, *, gate_tokens, memory) -> Row:
+    """The row of one implementation on one case; checks closeness and memory before timing."""
+    row = Row(case.name, case.shape, dtype, implementation)
+    ratios = closeness(op, case.cut(gate_tokens), dtype, implementation)
+    row = dataclasses.replace(
+        row,
+        closeness_outputs=max(ratios[name] for name in case.outputs),
+        closeness_gradients=max(x for name, x in ratios.items() if name not in case.outputs),
+    )
+    far = [f"{name} {x:.1e} > {accepted[name]:g}" for name, x in ratios.items()]
+    far = [
+        text for text, (name, x) in zip(far, ratios.items(), strict=True) if not x <= accepted[name]
+    ]
+    if far:
+        return dataclasses.replace(row, note=f"not close to the reference: {', '.join(far)}")
+    peaks = [peak_bytes(op, case, dtype, implementation)]
+    available = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
+    if available and peaks[0] > available:
+        needs = f"does not fit: needs {peaks[0] / 2**30:.1f} GiB of {available / 2**30:.1f}"
+        return dataclasses.replace(row, peak_bytes=tuple(peaks), note=needs)
+    if memory:
+        peaks += [peak_bytes(op, case.times(n), dtype, implementation) for n in (2, 4)]
+    arguments, integers, cotangents = case.draw(jax.random.key(0), dtype)
+    bound = Bound(op, case, implementation)
+    return dataclasses.replace(
+        row,
+        peak_bytes=tuple(peaks),
+        forward_ms=median_ms(lambda: bound.forward(arguments, integers)),
+        forward_backward_ms=median_ms(
+            lambda: bound.forward_backward(arguments, integers, cotangents)
+        ),
+    )
+
+
+def _table_line(row: Row) -> str:
+    def number(x, form):
+        return "-" if x is None else format(x, form)
+
+    peaks = " ".join(f"{x / 2**20:.0f}" for x in row.peak_bytes or ())
+    return (
+        f"{row.case:22} {row.shape:34} {row.dtype:9} {row.implementation:10} "
+        f"{number(row.closeness_outputs, '9.1e'):>9} {number(row.closeness_gradients, '9.1e'):>9} "
+        f"{number(row.forward_ms, '9.3f'):>9} {number(row.forward_backward_ms, '9.3f'):>9} "
+        f" {peaks or '-'}  {row.note}"
+    )
+
+
+def main(arguments: list[str] | None = None) -> list[Row]:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--op", choices=OPS, required=True)
+    parser.add_argument("--case", action="append", help="case name (repeat); default by tag")
+    parser.add_argument("--tag", help="`bench`, or `quick` on a CPU, by default")
+    parser.add_argument("--implementation", action="append", help="default: all that run here")
+    parser.add_argument("--dtype", action="append", help="default: bfloat16")
+    parser.add_argument("--gate-tokens", type=int, default=2048)
+    parser.add_argument("--no-memory", action="store_true", help="skip compiling 2T and 4T")
+    parser.add_argument("--json", help="write the rows and versions here")
+    options = parser.parse_args(arguments)
+
+    op = getattr(importlib.import_module(f"pallas_kernels.{options.op}"), options.op)
+    table = importlib.import_module(f"pallas_kernels.{options.op}.api").IMPLEMENTATIONS
+    cases = importlib.import_module(f"pallas_kernels.{options.op}.cases")
+    target = dispatch.Target.current()
+    tag = options.tag or ("quick" if target.platform == "cpu" else "bench")
+    chosen = [case for case in cases.CASES if tag in case.tags]
+    if options.case:
+        unknown = set(options.case) - {case.name for case in cases.CASES}
+        if unknown:
+            parser.error(f"--case {sorted(unknown)}: choose from {[c.name for c in cases.CASES]}")
+        chosen = [case for case in cases.CASES if case.name in options.case]
+
+    machine = {
+        "device": target.device_kind,
+        "jax": jax.__version__,
+        "python": platform.python_version(),
+        "command": "python -m pallas_kernels.benchmark " + " ".join(arguments or sys.argv[1:]),
+    }
+    print(*(f"{name}: {value}" for name, value in machine.items()), sep="\n")
+    print(
+        f"{'case':22} {'shape':34} {'dtype':9} {'runs':10} {'close o':>9} {'close d':>9} "
+        f"{'fwd ms':>9} {'f+b ms':>9}  MiB at T 2T 4T"
+    )
+    rows = []
+    for case in chosen:
+        for dtype in options.dtype or ["bfloat16"]:
+            for name in options.implementation or table:
+                reason = table[name].unsupported(case.problem(dtype), target)
+                if reason is None:
+                    row = measure(
+                        op,
+                        case,
+                        dtype,
+                        name,
+                        cases.accepted(dtype),
+                        gate_tokens=options.gate_tokens,
+                        memory=not options.no_memory,
+                    )
+                else:
+                    row = Row(case.name, case.shape, dtype, name, note=reason)
+                rows.append(row)
+                print(_table_line(row), flush=True)
+    if options.json:
+        with open(options.json, "w") as file:
+            json.dump(
+                {**machine, "rows": [dataclasses.asdict(row) for row in rows]}, file, indent=1
+            )
+    return rows
+
+
+if __name__ == "__main__":
+    main()

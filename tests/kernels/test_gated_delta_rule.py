@@ -1,0 +1,188 @@
+"""The gated delta rule: the reference against numpy, every implementation against the reference."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import gated_delta_rule
+from pallas_kernels.gated_delta_rule import xla
+from pallas_kernels.gated_delta_rule.cases import BY_NAME, Case, accepted, tagged
+from tests.closeness import assert_close
+from tests.kernels import token_loop
+
+# Most of a test's time goes to compiling; at this level it is a third of the default's.
+QUICK_COMPILE = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
+
+
+@functools.partial(
+    jax.jit, static_argnames=("implementation", "chunk_size"), compiler_options=QUICK_COMPILE
+)
+def outputs(arguments, integers, *, implementation, chunk_size):
+    return gated_delta_rule(
+        **arguments, **integers, chunk_size=chunk_size, implementation=implementation
+    )
+
+
+@functools.partial(
+    jax.jit,
+    static_argnames=("implementation", "chunk_size", "stretches"),
+    compiler_options=QUICK_COMPILE,
+)
+def outputs_and_gradients(
+    arguments, integers, cotangents, *, implementation, chunk_size, stretches=1
+):
+    """{"o", "final_state", "dq", ...}: outputs, and gradients of <outputs, cotangents>."""
+
+    def op(arguments):
+        return gated_delta_rule(
+            **arguments, **integers, chunk_size=chunk_size, implementation=implementation
+        )
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(xla, "choose_stretches", lambda chunks, states: stretches)
+        (o, final_state), pullback = jax.vjp(op, arguments)
+        gradients = pullback(cotangents)[0]
+    named = {f"d{name}": gradient for name, gradient in gradients.items()}
+    return {"o": o, "final_state": final_state} | named
+
+
+def upcast(tree, dtype):
+    return jax.tree.map(
+        lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree
+    )
+
+
+@functools.cache
+def drawn(case: Case, dtype: str):
+    """Inputs of `case` in `dtype`, and the reference's results from the same values in fp32."""
+    arguments, integers, cotangents = case.draw(jax.random.key(len(case.name)), dtype)
+    wide = jnp.promote_types(dtype, jnp.float32)
+    expected = outputs_and_gradients(
+        upcast(arguments, wide),
+        integers,
+        upcast(cotangents, wide),
+        implementation="reference",
+        chunk_size=case.chunk_size,
+    )
+    return (arguments, integers, cotangents), expected
+
+
+def check(case: Case, dtype: str, stretches: int = 1):
+    inputs, expected = drawn(case, dtype)
+    actual = outputs_and_gradients(
+        *inputs, implementation="xla", chunk_size=case.chunk_size, stretches=stretches
+    )
+    for name, reference in expected.items():
+        assert_close(actual[name], reference, accepted(dtype)[name], f"{case.name}: {name}")
+
+
+CI = pytest.mark.parametrize("case", tagged("ci"), ids=lambda case: case.name)
+
+
+@CI
+def test_reference_is_the_token_loop(case, float64):
+    arguments, integers, _ = case.draw(jax.random.key(1), "float64")
+    o, final_state = outputs(
+        arguments, integers, implementation="reference", chunk_size=case.chunk_size
+    )
+    o_loop, final_loop = token_loop.gated_delta_rule(
+        **jax.tree.map(np.asarray, arguments | integers), chunk_size=case.chunk_size
+    )
+    assert_close(o, o_loop, 1e-12, "o")
+    assert_close(final_state, final_loop, 1e-12, "final_state")
+
+
+@CI
+def test_xla_matches_the_reference_in_float32(case):
+    check(case, "float32")
+
+
+@pytest.mark.parametrize(("name", "stretches"), [("packed", 2), ("T1000", 4), ("odd-chunks", 6)])
+def test_passing_the_state_by_stretches_matches_the_reference(name, stretches):
+    check(BY_NAME[name], "float32", stretches)
+
+
+@pytest.mark.parametrize("stretches", [1, 3])
+def test_xla_matches_the_reference_in_float64(stretches, float64):
+    check(BY_NAME["packed"], "float64", stretches)
+
+
+@pytest.mark.parametrize(
+    "name", ["T1000", "packed", "negative-eigenvalues", "slow-decay", "slow-mixed", "extreme-mixed"]
+)
+def test_xla_matches_the_reference_in_bfloat16(name):
+    check(BY_NAME[name], "bfloat16")
+
+
+def test_stretches_match_the_reference_in_bfloat16():
+    check(BY_NAME["T1000"], "bfloat16", 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("case", tagged("fla"), ids=lambda case: case.name)
+def test_xla_matches_the_reference_on_the_shapes_of_flash_linear_attention(case, dtype):
+    check(case, dtype)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+def test_gradients_match_finite_differences(implementation, float64):
+    case = Case("tiny", 1, 11, 1, 2, 3, 2, chunk_size=4, write_mask=True, documents=(6, 5))
+    arguments, integers, _ = case.draw(jax.random.key(3), "float64")
+    op = functools.partial(
+        outputs, integers=integers, implementation=implementation, chunk_size=case.chunk_size
+    )
+
+    jax.test_util.check_grads(op, (arguments,), order=1, modes=["rev"], rtol=1e-6)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+def test_output_and_state_dtypes_follow_the_contract(implementation):
+    arguments, integers, _ = BY_NAME["T65-grouped"].draw(jax.random.key(0), "bfloat16")
+    op = functools.partial(gated_delta_rule, **integers, implementation=implementation)
+    o, state = jax.eval_shape(lambda arguments: op(**arguments), arguments)
+    assert (o.dtype, state.dtype) == (jnp.bfloat16, jnp.float32)
+
+
+def test_vmap_over_rows_is_the_batch():
+    case = BY_NAME["packed"]
+    arguments, integers, cotangents = case.draw(jax.random.key(5), "float32")
+    options = {"implementation": "xla", "chunk_size": case.chunk_size}
+    batched = outputs_and_gradients(arguments, integers, cotangents, **options)
+
+    def rows_of_one(x):
+        return jax.tree.map(lambda x: x[:, None], x)
+
+    by_row = jax.vmap(functools.partial(outputs_and_gradients, **options))(
+        rows_of_one(arguments), rows_of_one(integers), rows_of_one(cotangents)
+    )
+    for name, x in by_row.items():
+        assert_close(x[:, 0], batched[name], 1e-6, name)
+
+
+def test_a_boolean_mask_is_a_mask_of_zeros_and_ones():
+    case = BY_NAME["T64"]
+    arguments, integers, _ = case.draw(jax.random.key(0), "float32")
+    mask = arguments["write_mask"] > 0
+    options = {"implementation": "xla", "chunk_size": case.chunk_size}
+    boolean = outputs(arguments | {"write_mask": mask}, integers, **options)
+    numbers = outputs(arguments | {"write_mask": mask.astype(jnp.float32)}, integers, **options)
+    jax.tree.map(np.testing.assert_array_equal, boolean, numbers)
+
+
+def test_residuals_grow_linearly_with_the_sequence():
+    def residual_bytes(tokens):
+        case = Case("memory", 1, tokens, 1, 2, 16, 16)
+        arguments, _, _ = jax.eval_shape(lambda key: case.draw(key, "float32"), jax.random.key(0))
+
+        def residuals(arguments):
+            return jax.vjp(lambda a: gated_delta_rule(**a, implementation="xla"), arguments)[1]
+
+        shapes = jax.tree.leaves(jax.eval_shape(residuals, arguments))
+        return sum(x.size * x.dtype.itemsize for x in shapes)
+
+    first, second, third = (residual_bytes(tokens) for tokens in (256, 512, 1024))
+    assert third - second == 2 * (second - first)
