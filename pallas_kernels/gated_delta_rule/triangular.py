@@ -8,7 +8,9 @@ from pallas_kernels.array_types import Array, Float
 _SCALAR_PRODUCTS_UP_TO = 4  # rows; below this a batched matrix product costs more than its sums
 
 
-def unit_lower_inverse(strict: Float[Array, "*batch C C"]) -> Float[Array, "*batch C C"]:
+def unit_lower_inverse(
+    strict: Float[Array, "*batch C C"], precision: jax.lax.Precision = jax.lax.Precision.HIGHEST
+) -> Float[Array, "*batch C C"]:
     """(I + strict)^-1 by doubling the size of the inverted diagonal blocks.
 
     With X the inverse of the block diagonal and S the part of `strict` just below it, each step is
@@ -29,7 +31,7 @@ def unit_lower_inverse(strict: Float[Array, "*batch C C"]) -> Float[Array, "*bat
         grid = strict.reshape(*batch, pairs, 2, rows, pairs, 2, rows)[..., :, 1, :, :, 0, :]
         below = jnp.diagonal(grid, axis1=-4, axis2=-2)  # [*batch, rows, rows, pairs]
         below = jnp.moveaxis(below, -1, -3)
-        corner = -_product(lower, _product(below, upper))
+        corner = -_product(lower, _product(below, upper, precision), precision)
         inverse = jnp.concatenate(
             [
                 jnp.concatenate([upper, jnp.zeros_like(upper)], axis=-1),
@@ -41,7 +43,7 @@ def unit_lower_inverse(strict: Float[Array, "*batch C C"]) -> Float[Array, "*bat
     return inverse.reshape(*batch, size, size)[..., :C, :C]
 
 
-def _product(x: Array, y: Array) -> Array:
+def _product(x: Array, y: Array, precision: jax.lax.Precision) -> Array:
     if x.shape[-1] <= _SCALAR_PRODUCTS_UP_TO:
         return (x[..., :, :, None] * y[..., None, :, :]).sum(-2)
-    return jnp.matmul(x, y, precision=jax.lax.Precision.HIGHEST)
+    return jnp.matmul(x, y, precision=precision)

@@ -1,11 +1,13 @@
 """The gated delta rule over chunks in plain JAX: batched matrix products, and one state pass.
 
-Derivation and notation: README.md beside this file. Axes inside: N chunks, B rows, Hk query/key
-heads, R = H / Hk value heads to each of them, C tokens; einsums spell them n b h r i (or j, c).
+Derivation and notation: README.md beside this file. Axes inside: N tiles, B rows, Hk query/key
+heads, R = H / Hk value heads to each of them, C tokens of a tile; einsums spell them n b h r and
+i, j or c.
 """
 
 import dataclasses
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,22 +25,31 @@ from pallas_kernels.gated_delta_rule.decays import (
 from pallas_kernels.gated_delta_rule.triangular import unit_lower_inverse
 
 
-def choose_stretches(chunks: int, states: int) -> int:
-    """Into how many stretches the state pass cuts `chunks` chunks of `states` parallel states.
+class Tiling(NamedTuple):
+    tile: int  # tokens computed together, a multiple of the write mask's chunks
+    stretches: int  # of each row, see `state_pass`
 
-    On a GPU a sequential step costs microseconds in launches alone, and has room for about 256
-    states in that time; elsewhere the extra work of composing maps is not paid back.
+
+def choose_tiling(T: int, unit: int, states: int, state_size: int) -> Tiling:
+    """The tiling of rows of T tokens, write mask in units of `unit`, `states` states at a time.
+
+    On a GPU a sequential step over the tiles costs about 6 microseconds whatever it holds, up to a
+    megabyte of states: larger tiles make fewer steps, and stretches fill the steps of long rows
+    with few heads. Elsewhere a step costs its arithmetic, which both would increase.
     """
-    if dispatch.Target.current().platform != "gpu":
-        return 1
-    stretches = min(256 // states, chunks // 16)
-    return stretches if stretches >= 4 else 1
+    on_gpu = dispatch.Target.current().platform == "gpu"
+    units = max(1, (128 if on_gpu else 64) // unit)
+    tile = unit * min(units, cdiv(T, unit))
+    tiles = cdiv(T, tile)
+    stretches = min(48 * 128 * 128 // (states * state_size), tiles // 8)
+    return Tiling(tile, stretches if on_gpu and stretches >= 4 else 1)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Options:
     scale: float
     precision: jax.lax.PrecisionLike
+    unit: int
     stretches: int
 
     def product(self, spec: str, x: Array, y: Array, *, like: Array) -> Array:
@@ -66,42 +77,44 @@ def gated_delta_rule(
     precision: jax.lax.PrecisionLike = None,
 ) -> tuple[Float[Array, "B T H V"], Float[Array, "B H K V"]]:
     """See `api.gated_delta_rule`. Backward memory is linear in T: it keeps q, k, v, g, beta and one
-    [C, C] tile per chunk and value head, and recomputes the rest."""
+    [C, C] inverse per tile and value head, and recomputes the rest."""
     B, T, Hk, K = q.shape
     H, V = v.shape[2:]
     R = H // Hk
-    stretches = choose_stretches(cdiv(T, chunk_size), B * H)
+    # A whole row in one chunk may end the chunk; without a mask chunks do not matter.
+    unit = 1 if write_mask is None else min(chunk_size, T)
+    tile, stretches = choose_tiling(T, unit, B * H, K * V)
 
-    def chunks(x, size, **padding):
-        """[B, T, ...] -> [N, B, size, ...]; N counts the stretches first: chunk i of each, then
-        chunk i + 1 of each."""
+    def tiles(x, size, **padding):
+        """[B, T, ...] -> [N, B, size, ...]; N counts the stretches first: tile i of each, then
+        tile i + 1 of each."""
         x = split_chunks(pad_to_multiple(x, stretches * size, 1, **padding), size)
         x = x.reshape(B, stretches, -1, *x.shape[2:])
         return jnp.moveaxis(x, (2, 1), (0, 1)).reshape(-1, B, *x.shape[3:])
 
     def tokens(x):
-        """The inverse of `chunks`, padding cut off."""
+        """The inverse of `tiles`, padding cut off."""
         x = x.reshape(-1, stretches, *x.shape[1:])
         x = jnp.moveaxis(x, (0, 1), (2, 1))
         return x.reshape(B, -1, *x.shape[4:])[:, :T]
 
-    def grouped(x):  # [B, T, H, ...] -> [N, B, Hk, R, C, ...]
-        return jnp.moveaxis(chunks(x.reshape(B, T, Hk, R, *x.shape[3:]), chunk_size), 2, 4)
+    def grouped(x, size=tile):  # [B, T, H, ...] -> [N, B, Hk, R, size, ...]
+        return jnp.moveaxis(tiles(x.reshape(B, -1, Hk, R, *x.shape[3:]), size), 2, 4)
 
     resets = None
     if segment_ids is not None:
         counts = reset_counts(segment_ids)
         before = jnp.pad(counts[:, :-1], ((0, 0), (1, 0)))
         resets = (
-            chunks(before, chunk_size, repeat_last=True)[..., 0],
-            chunks(counts, chunk_size, repeat_last=True),
+            tiles(before, tile, repeat_last=True)[..., 0],
+            tiles(counts, tile, repeat_last=True),
         )
     if write_mask is not None:
-        write_mask = chunks(write_mask, 1).reshape(-1, B, Hk, R)
+        write_mask = grouped(write_mask, tile // unit)
     o, state = _over_chunks(
-        _Options(scale, precision, stretches),
-        jnp.moveaxis(chunks(q, chunk_size), 3, 2),  # [N, B, Hk, C, K]
-        jnp.moveaxis(chunks(k, chunk_size), 3, 2),
+        _Options(scale, precision, unit, stretches),
+        jnp.moveaxis(tiles(q, tile), 3, 2),  # [N, B, Hk, C, K]
+        jnp.moveaxis(tiles(k, tile), 3, 2),
         grouped(v),
         grouped(g),
         grouped(beta),
@@ -118,12 +131,20 @@ def _over_chunks(options, q, k, v, g, beta, write_mask, initial, resets):
     return _forward(options, q, k, v, g, beta, write_mask, initial, resets)[0]
 
 
-def _decays(g, write_mask, resets) -> Decays:
-    """The chunk's decays with `write_mask` in `out`: the weight of a write in the next state."""
-    decays = chunk_decays(g, resets)
+def _weights(options, write_mask, tile):
+    """`write_mask` as factors of `Decays.pair` (where the two tokens' chunks differ) and `out`."""
+    by_token = jnp.repeat(write_mask, options.unit, axis=-1)
+    chunk = jnp.arange(tile) // options.unit
+    crossing = chunk[:, None] != chunk[None, :]
+    return jnp.where(crossing, by_token[..., None, :], 1), by_token
+
+
+def _masked(options, decays: Decays, write_mask) -> Decays:
+    """A chunk's writes, seen by later chunks, have the weight of the chunk."""
     if write_mask is None:
         return decays
-    return decays._replace(out=decays.out * write_mask[..., None])
+    pair, out = _weights(options, write_mask, decays.out.shape[-1])
+    return decays._replace(pair=decays.pair * pair, out=decays.out * out)
 
 
 def _chunk_maps(options, k, v, beta, decays, inverse):
@@ -131,6 +152,7 @@ def _chunk_maps(options, k, v, beta, decays, inverse):
     product = functools.partial(options.product, like=k)
     dtype = k.dtype
     out = decays.out[..., None]
+    k_heads = _by_value_head(k, v)
 
     def solved(columns, x):
         """A x and its decayed twin, each rounded once."""
@@ -142,10 +164,16 @@ def _chunk_maps(options, k, v, beta, decays, inverse):
     u, u_out = solved(beta, v)
     affine = state_pass.AffineMap(
         decays.through,
-        product("nbhck,nbhrcw->nbhrkw", k, w_out).astype(dtype),
-        product("nbhck,nbhrcv->nbhrkv", k, u_out).astype(dtype),
+        product("nbhrck,nbhrcw->nbhrkw", k_heads, w_out).astype(dtype),
+        product("nbhrck,nbhrcv->nbhrkv", k_heads, u_out).astype(dtype),
     )
     return w, u, affine
+
+
+def _by_value_head(k, v):
+    """[N, B, Hk, C, K] -> [N, B, Hk, R, C, K]: repeats k, where the alternative is to transpose a
+    product with R value heads, which is larger."""
+    return jnp.broadcast_to(k[:, :, :, None], (*v.shape[:-1], k.shape[-1]))
 
 
 def _by_stretch(options, affine):
@@ -175,10 +203,13 @@ def _attention(options, q, k, decays):
 
 def _forward(options, q, k, v, g, beta, write_mask, initial, resets):
     product = functools.partial(options.product, like=k)
-    decays = _decays(g, write_mask, resets)
+    decays = _masked(options, chunk_decays(g, resets), write_mask)
     similarity = product("nbhik,nbhjk->nbhij", k, k)[:, :, :, None]
     strict = jnp.tril(beta[..., None] * similarity * decays.pair, -1)
-    inverse = unit_lower_inverse(strict).astype(k.dtype)
+    # TF32, on a GPU, has more digits than the bf16 the inverse is rounded to.
+    narrow = k.dtype.itemsize < strict.dtype.itemsize
+    precision = jax.lax.Precision.HIGH if narrow else jax.lax.Precision.HIGHEST
+    inverse = unit_lower_inverse(strict, precision).astype(k.dtype)
     w, u, affine = _chunk_maps(options, k, v, beta, decays, inverse)
     entering, final, _ = _entering(options, affine, initial, k)
     _, attention = _attention(options, q, k, decays)
@@ -195,7 +226,7 @@ def _backward(options, residuals, cotangents):
     dtype = k.dtype
     scale = options.scale
     product = functools.partial(options.product, like=k)
-    decays = _decays(g, write_mask, resets)
+    decays = _masked(options, chunk_decays(g, resets), write_mask)
     w, u, affine = _chunk_maps(options, k, v, beta, decays, inverse)
     entering, _, stretches = _entering(options, affine, initial, k)
     new = (u - product("nbhrck,nbhrkv->nbhrcv", w, entering)).astype(dtype)
@@ -210,13 +241,13 @@ def _backward(options, residuals, cotangents):
 
     similarity = product("nbhik,nbhjk->nbhij", k, k)[:, :, :, None]
     dnew = product("nbhrij,nbhriv->nbhrjv", attention, do)
-    dnew += decays.out[..., None] * product("nbhck,nbhrkv->nbhrcv", k, dstate)
+    dnew += decays.out[..., None] * product("nbhrck,nbhrkv->nbhrcv", _by_value_head(k, v), dstate)
     dz = product("nbhrij,nbhriv->nbhrjv", inverse, dnew).astype(dtype)
 
-    dattention = scale * product("nbhriv,nbhrjv->nbhrij", do, new) * decays.pair
-    dstrict = -jnp.tril(product("nbhriv,nbhrjv->nbhrij", dz, new) * decays.pair, -1)
-    dsimilarity = beta[..., None] * dstrict
-    pair = dattention * scores + dsimilarity * similarity
+    dattention = scale * product("nbhriv,nbhrjv->nbhrij", do, new)  # before `pair`, as the next
+    dstrict = -jnp.tril(product("nbhriv,nbhrjv->nbhrij", dz, new), -1)
+    dpair = dattention * scores + beta[..., None] * dstrict * similarity
+    dattention, dstrict = dattention * decays.pair, dstrict * decays.pair
 
     dq_read = scale * product("nbhrcv,nbhrkv->nbhrck", do, entering)
     dk_read = -product("nbhrcv,nbhrkv->nbhrck", dz, entering)  # of beta into k, through Z
@@ -232,14 +263,18 @@ def _backward(options, residuals, cotangents):
     dv = (beta[..., None] * dz).astype(v.dtype)
     dq = (decays.into[..., None] * dq_read).sum(3)
     dk = ((beta * decays.into)[..., None] * dk_read + decays.out[..., None] * dk_write).sum(3)
-    dattention, dsimilarity = dattention.sum(3), dsimilarity.sum(3)
+    dattention, dsimilarity = dattention.sum(3), (beta[..., None] * dstrict).sum(3)
     dq += product("nbhij,nbhjk->nbhik", dattention, k)
     dk += product("nbhij,nbhik->nbhjk", dattention, q)
     dk += product("nbhij,nbhjk->nbhik", dsimilarity + jnp.swapaxes(dsimilarity, -1, -2), k)
-    dg = log_decay_gradient(pair, dinto * decays.into, dout * decays.out, dthrough * decays.through)
+    dg = log_decay_gradient(
+        dpair * decays.pair, dinto * decays.into, dout * decays.out, dthrough * decays.through
+    )
     dmask = None
     if write_mask is not None:
-        dmask = (dout * chunk_decays(g, resets).out).sum(-1)
+        whole = chunk_decays(g, resets)
+        _, weights_pullback = jax.vjp(lambda mask: _weights(options, mask, g.shape[-1]), write_mask)
+        (dmask,) = weights_pullback((dpair * whole.pair, dout * whole.out))
     return dq.astype(dtype), dk.astype(dtype), dv, dg, dbeta, dmask, dinitial, None
 
 

@@ -28,11 +28,11 @@ def outputs(arguments, integers, *, implementation, chunk_size):
 
 @functools.partial(
     jax.jit,
-    static_argnames=("implementation", "chunk_size", "stretches"),
+    static_argnames=("implementation", "chunk_size", "tiling"),
     compiler_options=QUICK_COMPILE,
 )
 def outputs_and_gradients(
-    arguments, integers, cotangents, *, implementation, chunk_size, stretches=1
+    arguments, integers, cotangents, *, implementation, chunk_size, tiling=None
 ):
     """{"o", "final_state", "dq", ...}: outputs, and gradients of <outputs, cotangents>."""
 
@@ -42,7 +42,8 @@ def outputs_and_gradients(
         )
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(xla, "choose_stretches", lambda chunks, states: stretches)
+        if tiling is not None:
+            patch.setattr(xla, "choose_tiling", lambda *_: xla.Tiling(*tiling))
         (o, final_state), pullback = jax.vjp(op, arguments)
         gradients = pullback(cotangents)[0]
     named = {f"d{name}": gradient for name, gradient in gradients.items()}
@@ -70,10 +71,10 @@ def drawn(case: Case, dtype: str):
     return (arguments, integers, cotangents), expected
 
 
-def check(case: Case, dtype: str, stretches: int = 1):
+def check(case: Case, dtype: str, tiling: tuple[int, int] | None = None):
     inputs, expected = drawn(case, dtype)
     actual = outputs_and_gradients(
-        *inputs, implementation="xla", chunk_size=case.chunk_size, stretches=stretches
+        *inputs, implementation="xla", chunk_size=case.chunk_size, tiling=tiling
     )
     for name, reference in expected.items():
         assert_close(actual[name], reference, accepted(dtype)[name], f"{case.name}: {name}")
@@ -100,14 +101,17 @@ def test_xla_matches_the_reference_in_float32(case):
     check(case, "float32")
 
 
-@pytest.mark.parametrize(("name", "stretches"), [("packed", 2), ("T1000", 4), ("odd-chunks", 6)])
-def test_passing_the_state_by_stretches_matches_the_reference(name, stretches):
-    check(BY_NAME[name], "float32", stretches)
+@pytest.mark.parametrize(
+    ("name", "tiling"),
+    [("packed", (64, 2)), ("T1000", (64, 4)), ("T1000", (128, 1)), ("odd-chunks", (21, 3))],
+)
+def test_no_tiling_changes_the_result(name, tiling):
+    check(BY_NAME[name], "float32", tiling)
 
 
-@pytest.mark.parametrize("stretches", [1, 3])
-def test_xla_matches_the_reference_in_float64(stretches, float64):
-    check(BY_NAME["packed"], "float64", stretches)
+@pytest.mark.parametrize("tiling", [(64, 1), (128, 2)])
+def test_xla_matches_the_reference_in_float64(tiling, float64):
+    check(BY_NAME["packed"], "float64", tiling)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +122,7 @@ def test_xla_matches_the_reference_in_bfloat16(name):
 
 
 def test_stretches_match_the_reference_in_bfloat16():
-    check(BY_NAME["T1000"], "bfloat16", 4)
+    check(BY_NAME["T1000"], "bfloat16", (128, 4))
 
 
 @pytest.mark.slow
