@@ -9,13 +9,16 @@ values: `visible` and `inter_chunk` expand a mask over the pairs an implementati
 
 import dataclasses
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.array_types import Array, Bool, Int, Shaped
 from pallas_kernels.blocks import cdiv
+
+# A bool array, or what a transformation puts in its place: a shape, an axis, a partition spec.
+Selection: TypeAlias = Any
 
 
 class Pairs(NamedTuple):
@@ -104,11 +107,11 @@ class BlockMask:
         """Raises ValueError where the mask's arrays disagree with q [B,T,H,_] and k [B,S,G,_]."""
         raise NotImplementedError
 
-    def visible(self, pairs: Pairs) -> Bool[Array, "#B #H t S"]:
+    def visible(self, pairs: Pairs) -> Bool[Array, "#B #H #t #S"]:
         """Whether the mask shows key s to query t; causality is the caller's."""
         raise NotImplementedError
 
-    def inter_chunk(self, pairs: Pairs) -> Bool[Array, "#B #H t S"]:
+    def inter_chunk(self, pairs: Pairs) -> Bool[Array, "#B #H #t #S"]:
         """Whether a pair joins two chunks of a `from_chunks` mask, where block_bias applies."""
         return jnp.zeros((1, 1, 1, 1), bool)
 
@@ -124,7 +127,7 @@ class Causal(BlockMask):
     def check(self, B: int, H: int, G: int, T: int, S: int) -> None:
         pass
 
-    def visible(self, pairs: Pairs) -> Bool[Array, "#B #H t S"]:
+    def visible(self, pairs: Pairs) -> Bool[Array, "#B #H #t #S"]:
         return jnp.ones((1, 1, 1, 1), bool)
 
 
@@ -147,7 +150,7 @@ class Streaming(BlockMask):
     def check(self, B: int, H: int, G: int, T: int, S: int) -> None:
         pass
 
-    def visible(self, pairs: Pairs) -> Bool[Array, "#B #H t S"]:
+    def visible(self, pairs: Pairs) -> Bool[Array, "#B #H #t #S"]:
         key_block = pairs.key // self.block_size
         first_block = pairs.document_start // self.block_size
         sink = (key_block - first_block < self.sink_blocks)[:, None, None, :]
@@ -160,7 +163,7 @@ class Streaming(BlockMask):
 class Blocks(BlockMask):
     """See `BlockMask.from_blocks`."""
 
-    keep: Bool[Array, "B R M N"]
+    keep: Selection  # [B, R, M, N]
     block_size: int
 
     def block_sizes(self) -> frozenset[int]:
@@ -171,7 +174,7 @@ class Blocks(BlockMask):
         _check_count("keep", "query", self.keep.shape[2], T, self.block_size)
         _check_count("keep", "key", self.keep.shape[3], S, self.block_size)
 
-    def visible(self, pairs: Pairs) -> Bool[Array, "#B #H t S"]:
+    def visible(self, pairs: Pairs) -> Bool[Array, "#B #H #t #S"]:
         rows = jnp.take(self.keep, pairs.index // self.block_size, axis=2, mode="clip")
         by_key = blocks_to_keys(rows, self.block_size, pairs.document_start.shape[1])
         return rows_to_heads(by_key, pairs.heads)
@@ -182,7 +185,7 @@ class Blocks(BlockMask):
 class Chunks(BlockMask):
     """See `BlockMask.from_chunks`."""
 
-    selected: Bool[Array, "B R N"]
+    selected: Selection  # [B, R, N]
     chunk_size: int
 
     def block_sizes(self) -> frozenset[int]:
@@ -192,11 +195,11 @@ class Chunks(BlockMask):
         _check_batch_and_rows("selected", self.selected.shape, B, H)
         _check_count("selected", "key", self.selected.shape[2], S, self.chunk_size)
 
-    def visible(self, pairs: Pairs) -> Bool[Array, "#B #H t S"]:
+    def visible(self, pairs: Pairs) -> Bool[Array, "#B #H #t #S"]:
         by_key = blocks_to_keys(self.selected, self.chunk_size, pairs.document_start.shape[1])
         return rows_to_heads(by_key, pairs.heads)[:, :, None, :] | ~self.inter_chunk(pairs)
 
-    def inter_chunk(self, pairs: Pairs) -> Bool[Array, "#B #H t S"]:
+    def inter_chunk(self, pairs: Pairs) -> Bool[Array, "#B #H #t #S"]:
         query_chunk = (pairs.position // self.chunk_size)[:, None, :, None]
         return query_chunk > pairs.key // self.chunk_size
 
@@ -210,7 +213,7 @@ class Chunks(BlockMask):
 class ByHead(BlockMask):
     """See `BlockMask.by_head`."""
 
-    route: Bool[Array, "B G *M"]
+    route: Selection  # [B, G] or [B, G, M]
     when_true: BlockMask
     when_false: BlockMask
     block_size: int  # of a route by query block
@@ -231,11 +234,11 @@ class ByHead(BlockMask):
         self.when_true.check(B, H, G, T, S)
         self.when_false.check(B, H, G, T, S)
 
-    def visible(self, pairs: Pairs) -> Bool[Array, "#B #H t S"]:
+    def visible(self, pairs: Pairs) -> Bool[Array, "#B #H #t #S"]:
         choice = self._choice(pairs)
         return jnp.where(choice, self.when_true.visible(pairs), self.when_false.visible(pairs))
 
-    def inter_chunk(self, pairs: Pairs) -> Bool[Array, "#B #H t S"]:
+    def inter_chunk(self, pairs: Pairs) -> Bool[Array, "#B #H #t #S"]:
         choice = self._choice(pairs)
         true, false = self.when_true.inter_chunk(pairs), self.when_false.inter_chunk(pairs)
         return jnp.where(choice, true, false)

@@ -119,7 +119,7 @@ def _documents(rng: np.random.Generator, B: int, length: int, count: int) -> Arr
 def _case(name: str, shape: tuple[int, int, int, int], *tags: str, **options) -> Case:
     """shape = (B, T, H, K); S, G, V and rows default to T, H, K and H."""
     B, T, H, K = shape
-    sizes = {"S": T, "G": H, "V": K, "rows": H} | options
+    sizes: dict = {"S": T, "G": H, "V": K, "rows": H} | options
     return Case(name=name, B=B, T=T, H=H, K=K, tags=frozenset(tags), **sizes)
 
 

@@ -48,7 +48,7 @@ def scene(
 
 def visibility(
     scene: Scene, heads: int, index: Int[Array, "t"], window: int | None, keys: int
-) -> tuple[Bool[Array, "#B #H t S"], Bool[Array, "#B #H t S"]]:
+) -> tuple[Bool[Array, "#B #H #t #S"], Bool[Array, "#B #H #t #S"]]:
     """For the queries `index` and the first S = `keys` keys: (visible pairs, inter-chunk pairs)."""
     position = scene.offset[:, None] + index
     pairs = Pairs(heads, index, position, scene.document_start[:, :keys])

@@ -157,7 +157,7 @@ _attend.defvjp(_forward, _backward)
 
 def _scores(
     options: _Options, span: _Span, index: Int[Array, "t"], q, by_key: _ByKey, scene: Scene
-) -> tuple[Float[Array, "B G r t s"], Float[Array, "..."], Bool[Array, "#B #G #r t s"]]:
+) -> tuple[Float[Array, "B G r t s"], Float[Array, "..."], Bool[Array, "#B #G #r #t #s"]]:
     """(logits, -inf where hidden; their slope in scale q.k; the pairs that carry the bias)."""
     G, r = q.shape[1:3]
     visible, biased = visibility(scene, G * r, index, options.window, span.keys)
@@ -223,7 +223,7 @@ def _split(x: Float[Array, "B T H d"], span: _Span, by_key: _ByKey) -> Array:
     return x.reshape(B, -1, span.block, G, H // G, d).transpose(1, 0, 3, 4, 2, 5)
 
 
-def _merge(x: Float[Array, "n B G r t d"], span: _Span) -> Float[Array, "B t H d"]:
+def _merge(x: Float[Array, "n B G r t d"], span: _Span) -> Float[Array, "B rows H d"]:
     n, B, G, r, t, d = x.shape
     merged = x.transpose(1, 0, 4, 2, 3, 5).reshape(B, n * t, G * r, d)
     return merged[:, : span.stop - span.start]
