@@ -6,8 +6,8 @@ A workdir holds
     checkpoints/<step>/train         optimizer state, counters, RNG
     checkpoints/<step>/data          state of the data iterator, the same in every process
     checkpoints/<step>/config        the experiment that wrote this checkpoint
-and an export `params.safetensors` and `config.json`. A step is written under a temporary name and
-renamed when durable, so the latest step on disk is always whole.
+An export holds `params/`, one Orbax checkpoint by the same paths, and `config.json`. Both are
+written under a temporary name and renamed when durable, so what is on disk is always whole.
 
     python -m jhybrid.checkpoint export WORKDIR OUT
 """
@@ -22,11 +22,8 @@ from typing import Any
 
 import grain
 import jax
-import numpy as np
 import orbax.checkpoint as ocp
 from flax import nnx
-from safetensors import SafetensorError
-from safetensors import numpy as safetensors
 
 from jhybrid.commandline import Parser, run
 from jhybrid.config import Experiment
@@ -198,15 +195,18 @@ def _require_as_asked(path: tuple, wanted: jax.ShapeDtypeStruct, got: jax.Array)
 
 def export(workdir: str | Path, out: str | Path) -> Path:
     """Writes the latest parameters and the config of a run as a self-contained folder `out`."""
-    out = Path(out)
+    return write_export(*_read_workdir(Path(workdir)), Path(out))
+
+
+def write_export(experiment: Experiment, params: Mapping[str, jax.Array], out: Path) -> Path:
+    """`params` by path and their config as a folder `load_model` reads, whole or not at all."""
     if out.exists():
         raise UserError(f"export: {out} already exists")
-    experiment, leaves = _read_workdir(Path(workdir))
-    partial = out.with_name(f".{out.name}-{os.getpid()}")
+    partial = out.with_name(f".{out.name}-{os.getpid()}").absolute()
     try:
         partial.mkdir(parents=True)
-        arrays = {path: np.asarray(leaf) for path, leaf in leaves.items()}
-        safetensors.save_file(arrays, partial / "params.safetensors")
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(partial / "params", dict(params))
         (partial / "config.json").write_text(to_json(experiment))
         partial.rename(out)
     except OSError as error:
@@ -219,13 +219,9 @@ def export(workdir: str | Path, out: str | Path) -> Path:
 def load_model(path: str | Path) -> tuple[Experiment, HybridLM]:
     """The experiment and the model of a run's workdir (its latest step) or of an export."""
     path = Path(path)
-    is_export = (path / "params.safetensors").is_file()
+    is_export = (path / "params").is_dir()
     experiment, leaves = _read_export(path) if is_export else _read_workdir(path)
     graphdef, template = _abstract_model(experiment)
-    for name, wanted in flatten(template).items():
-        if name not in leaves or leaves[name].shape != wanted.shape:
-            found = f"has shape {leaves[name].shape}" if name in leaves else "is missing"
-            raise UserError(f"{path}: parameter {name} {found}, its config says {wanted.shape}")
     return experiment, nnx.merge(graphdef, unflatten(template, leaves))
 
 
@@ -234,16 +230,38 @@ def _abstract_model(experiment: Experiment) -> tuple[nnx.GraphDef, nnx.State]:
     return nnx.split(abstract, nnx.Param)
 
 
+def _abstract_params(experiment: Experiment) -> dict[str, jax.ShapeDtypeStruct]:
+    """Every parameter by path, to be restored onto one device."""
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    leaves = flatten(_abstract_model(experiment)[1])
+    return {
+        path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here)
+        for path, leaf in leaves.items()
+    }
+
+
 def _read_export(path: Path) -> tuple[Experiment, dict[str, jax.Array]]:
     experiment = from_json(_read_text(path / "config.json"))
-    dtypes = {name: x.dtype for name, x in flatten(_abstract_model(experiment)[1]).items()}
-    try:
-        arrays = safetensors.load_file(path / "params.safetensors")
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{path / 'params.safetensors'}: cannot be read ({error})") from None
-    return experiment, {
-        name: jax.numpy.asarray(array, dtypes.get(name)) for name, array in arrays.items()
-    }
+    wanted = _abstract_params(experiment)
+    folder = path.absolute() / "params"
+    with ocp.StandardCheckpointer() as checkpointer:
+        try:
+            metadata = checkpointer.metadata(folder).item_metadata
+            stored = {name: tuple(metadata[name].shape) for name in metadata}
+            _require_same_shapes(path, stored, wanted)
+            return experiment, checkpointer.restore(folder, wanted)
+        except UserError:
+            raise
+        except Exception as error:  # Orbax and TensorStore raise many kinds for damaged files
+            reason = str(error).splitlines()[0][:200]
+            raise UserError(f"{path / 'params'}: cannot be read ({reason})") from None
+
+
+def _require_same_shapes(path: Path, stored: Mapping, wanted: Mapping) -> None:
+    for name, leaf in wanted.items():
+        if stored.get(name) != leaf.shape:
+            found = f"has shape {stored[name]}" if name in stored else "is missing"
+            raise UserError(f"{path}: parameter {name} {found}, its config says {leaf.shape}")
 
 
 def _read_workdir(workdir: Path) -> tuple[Experiment, dict[str, jax.Array]]:
@@ -257,11 +275,7 @@ def _read_workdir(workdir: Path) -> tuple[Experiment, dict[str, jax.Array]]:
             raise UserError(f"{workdir}: no checkpoint has been written yet")
         config = manager.restore(step, args=ocp.args.Composite(config=ocp.args.JsonRestore()))
         experiment = from_json(json.dumps(config["config"]))
-        here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-        wanted = {
-            name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here)
-            for name, x in flatten(_abstract_model(experiment)[1]).items()
-        }
+        wanted = _abstract_params(experiment)
         arguments = ocp.args.Composite(params=ocp.args.StandardRestore(wanted))
         return experiment, manager.restore(step, args=arguments)["params"]
 

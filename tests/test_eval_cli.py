@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from flax import nnx
-from safetensors import numpy as safetensors
 
+from jhybrid.checkpoint import write_export
 from jhybrid.config import (
     BlockConfig,
     Experiment,
@@ -25,7 +25,6 @@ from jhybrid.evals.results import Predictions, Results, digest
 from jhybrid.evals.ruler import suite
 from jhybrid.model import HybridLM
 from jhybrid.parameters import flatten
-from jhybrid.serialization import to_json
 
 ROOT = Path(__file__).parent.parent
 
@@ -161,14 +160,9 @@ def tiny() -> Experiment:
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory) -> Path:
     """An export of a random model."""
-    folder = tmp_path_factory.mktemp("checkpoint")
     model = HybridLM(tiny().model, rngs=nnx.Rngs(0))
-    arrays = flatten(nnx.state(model, nnx.Param))
-    safetensors.save_file(
-        {name: np.asarray(array) for name, array in arrays.items()}, folder / "params.safetensors"
-    )
-    (folder / "config.json").write_text(to_json(tiny()))
-    return folder
+    folder = tmp_path_factory.mktemp("checkpoint") / "model"
+    return write_export(tiny(), flatten(nnx.state(model, nnx.Param)), folder)
 
 
 @pytest.fixture
