@@ -275,26 +275,25 @@ def test_bad_input_is_one_line_and_exit_code_2(command, tmp_path, arguments, nam
 
 
 def test_answers_end_before_the_stop_token_and_keep_their_prompt(monkeypatch):
+    shapes = set()
+
     def echo(model, tokens, lengths, *, max_new_tokens, stop_token):
         # Answers with the prompt's length, its last token, then the stop token.
-        last = np.take_along_axis(np.asarray(tokens), np.asarray(lengths)[:, None] - 1, 1)[:, 0]
-        answer = np.full((len(last), max_new_tokens), stop_token)
-        answer[:, 0], answer[:, 1] = lengths, last
-        assert tokens.shape == (2, prediction.bucket(int(max(lengths))))
+        shapes.add((*tokens.shape, max_new_tokens))
+        answer = np.full((len(lengths), max_new_tokens), stop_token)
+        answer[:, 0] = lengths
+        answer[:, 1] = np.asarray(tokens)[np.arange(len(lengths)), np.asarray(lengths) - 1]
         return answer
 
     monkeypatch.setattr(prediction, "generate", echo)
-    prompts = [[7] * n for n in (300, 5, 70, 64, 65)]
+    prompts = [[7] * n for n in (299, 5, 70, 64, 65)]
     predict = prediction.predictor(None, stop_token=9, batch_size=2)
-    assert dict(predict([], 4)) == {}
-    found = dict(predict(prompts, 4))
-    assert found == {i: [len(prompt), 7] for i, prompt in enumerate(prompts)}
-
-
-def test_buckets_are_few_and_never_shorter():
-    sizes = {prediction.bucket(n) for n in range(1, 8193)}
-    assert all(n <= prediction.bucket(n) <= max(64, n * 1.15 + 64) for n in range(1, 8193))
-    assert len(sizes) <= 48
+    assert dict(predict([], 300, 4)) == {}
+    expected = {i: [len(prompt), 7] for i, prompt in enumerate(prompts)}
+    assert dict(predict(prompts, 300, 30)) == expected
+    assert dict(predict(prompts, 300, 128)) == expected
+    assert dict(predict(prompts, 300, 1)) == {i: answer[:1] for i, answer in expected.items()}
+    assert shapes == {(2, 300, 128)}
 
 
 def test_the_baseline_is_printed_beside_the_checkpoint(checkpoint, capsys):

@@ -66,7 +66,7 @@ class RulerJob:
             return {**known, "result": str(error), "needs": error.needs}
         open_rows = [row for row in samples if predictions.find(key, row["index"]) is None]
         prompts = [tokenizer.encode(row["input"] + row["answer_prefix"]) for row in open_rows]
-        for i, answer in self.predict(prompts, task.tokens_to_generate):
+        for i, answer in self.predict(prompts, self.length, task.tokens_to_generate):
             row = open_rows[i]
             text = tokenizer.decode(answer)
             score = scoring.METRICS[task.metric](scoring.clean(text), row["outputs"])

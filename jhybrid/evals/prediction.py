@@ -1,6 +1,7 @@
-"""Greedy answers to many prompts: batches of similar length through `jhybrid.decoding`."""
+"""Greedy answers to many prompts, in batches through `jhybrid.decoding`."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import jax.numpy as jnp
 import numpy as np
@@ -8,13 +9,15 @@ import numpy as np
 from jhybrid.decoding import generate
 from jhybrid.model import HybridLM
 
-Predict = Callable[[Sequence[Sequence[int]], int], Iterator[tuple[int, list[int]]]]
+LONGEST_ANSWER = 128  # tokens that every call generates, so that tasks share compiled programs
 
 
-def bucket(length: int) -> int:
-    """`length` rounded up to one of eight sizes per octave, multiples of 64: few compilations."""
-    step = max(64, 1 << max(0, (length - 1).bit_length() - 4))
-    return -(-length // step) * step
+class Predict(Protocol):
+    def __call__(
+        self, prompts: Sequence[Sequence[int]], length: int, max_new_tokens: int
+    ) -> Iterator[tuple[int, list[int]]]:
+        """(index of the prompt, answer tokens) for prompts shorter than `length`."""
+        ...
 
 
 def automatic_batch_size(length: int) -> int:
@@ -23,37 +26,36 @@ def automatic_batch_size(length: int) -> int:
 
 
 def predictor(model: HybridLM, stop_token: int, batch_size: int | None) -> Predict:
-    """A function (prompts, max_new_tokens) -> (index, answer tokens), in order of prompt length.
+    """Answers end before `stop_token`. Prompts are padded on the right, never cut.
 
-    An answer ends before `stop_token`. Prompts are padded on the right, never cut.
+    All calls with one length and as many prompts compile one program between them: on a CPU
+    compiling takes longer than the answers, and a few more padded tokens take little.
     """
 
     def predict(
-        prompts: Sequence[Sequence[int]], max_new_tokens: int
+        prompts: Sequence[Sequence[int]], length: int, max_new_tokens: int
     ) -> Iterator[tuple[int, list[int]]]:
-        if not prompts:
-            return
-        order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-        rows = batch_size or automatic_batch_size(max(map(len, prompts)) + max_new_tokens)
-        rows = min(rows, len(prompts))
-        for start in range(0, len(order), rows):
-            chosen = order[start : start + rows]
-            # The last batch repeats its last prompt, so that one batch size is compiled.
-            batch = [prompts[i] for i in chosen] + [prompts[chosen[-1]]] * (rows - len(chosen))
-            lengths = np.array([len(prompt) for prompt in batch], np.int32)
-            tokens = np.zeros((rows, bucket(int(lengths.max()))), np.int32)
-            for row, prompt in enumerate(batch):
+        rows = min(batch_size or automatic_batch_size(length), len(prompts))
+        new_tokens = max(LONGEST_ANSWER, max_new_tokens)
+        for start in range(0, len(prompts), max(rows, 1)):
+            chosen = range(start, min(start + rows, len(prompts)))
+            tokens = np.zeros((rows, length), np.int32)
+            lengths = np.zeros(rows, np.int32)
+            for row in range(rows):
+                # The last batch repeats its last prompt.
+                prompt = prompts[min(start + row, chosen[-1])]
                 tokens[row, : len(prompt)] = prompt
+                lengths[row] = len(prompt)
             answers = np.asarray(
                 generate(
                     model,
                     jnp.asarray(tokens),
                     jnp.asarray(lengths),
-                    max_new_tokens=max_new_tokens,
+                    max_new_tokens=new_tokens,
                     stop_token=stop_token,
                 )
             )
-            for index, answer in zip(chosen, answers.tolist(), strict=False):
+            for index, answer in zip(chosen, answers[:, :max_new_tokens].tolist(), strict=False):
                 end = answer.index(stop_token) if stop_token in answer else len(answer)
                 yield index, answer[:end]
 
