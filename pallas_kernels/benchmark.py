@@ -170,6 +170,12 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     parser.add_argument("--json", help="write the rows and versions here")
     options = parser.parse_args(arguments)
 
+    if options.json:
+        try:
+            open(options.json, "a").close()
+        except OSError as error:
+            parser.error(f"--json {options.json}: {error.strerror}")
+
     op = getattr(importlib.import_module(f"pallas_kernels.{options.op}"), options.op)
     table = importlib.import_module(f"pallas_kernels.{options.op}.api").IMPLEMENTATIONS
     cases = importlib.import_module(f"pallas_kernels.{options.op}.cases")

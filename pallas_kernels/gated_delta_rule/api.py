@@ -115,6 +115,8 @@ def _check(q, k, v, g, beta, initial_state, write_mask, segment_ids, scale, chun
     for name, size in (("B", B), ("T", T), ("Hk", Hk), ("K", K), ("H", H), ("V", V)):
         if size < 1:
             raise ValueError(f"axis {name} has size {size}; it must be >= 1")
+    if H % Hk:
+        raise ValueError(f"v has {H} heads, q and k have {Hk}; {H} is not a multiple of {Hk}")
     expected = {
         "k": (B, T, Hk, K),
         "v": (B, T, H, V),
@@ -127,8 +129,6 @@ def _check(q, k, v, g, beta, initial_state, write_mask, segment_ids, scale, chun
     for name, x in (arrays | optional | {"segment_ids": segment_ids}).items():
         if x is not None and name != "q" and x.shape != expected[name]:
             raise ValueError(f"{name} has shape {x.shape}; it must be {expected[name]}")
-    if H % Hk:
-        raise ValueError(f"v has {H} heads, q and k have {Hk}; {H} is not a multiple of {Hk}")
     if segment_ids is not None and not jnp.issubdtype(segment_ids.dtype, jnp.integer):
         raise TypeError(f"segment_ids has dtype {segment_ids.dtype}; it must be an integer type")
     if scale is not None and not isinstance(scale, int | float):

@@ -11,16 +11,13 @@ from hypothesis import strategies as st
 from pallas_kernels import gated_delta_rule
 from pallas_kernels.gated_delta_rule import xla
 from tests.closeness import assert_close
+from tests.quick_compile import QUICK_COMPILE
 
 B, T, Hk, H, K, V, C = 1, 48, 1, 2, 8, 8, 8
 MULTIPLE_OF_CHUNK = st.integers(1, T // C - 1).map(lambda chunks: C * chunks)
 DECAYS = st.sampled_from([0.0, -1e-3, -0.1, -1.0, -5.0, -60.0])
 STATE_AND_MASK = ("initial_state", "write_mask")
 SEEDS = st.integers(0, 2**31 - 1)
-
-
-# Most of a test's time goes to compiling; at this level it is a third of the default's.
-QUICK_COMPILE = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
 
 
 @functools.partial(
@@ -184,10 +181,12 @@ def test_identical_keys_stay_finite_and_exact_at_full_strength():
     key[..., 0] = 1.0
     values = np.random.default_rng(0).normal(size=(1, 256, 1, 4)).astype(np.float32)
     gates = np.zeros((1, 256, 1), np.float32)
+    recall = jax.jit(
+        functools.partial(gated_delta_rule, scale=1.0, implementation="xla"),
+        compiler_options=QUICK_COMPILE,
+    )
     for strength, expected in ((1.0, values), (2.0, None)):
-        o, _ = gated_delta_rule(
-            key, key, values, gates, gates + strength, scale=1.0, implementation="xla"
-        )
+        o, _ = recall(key, key, values, gates, gates + strength)
         if expected is not None:
             assert_close(o, expected, 1e-6, "the last value written")
         else:
