@@ -62,7 +62,9 @@ class Mixer(Protocol):
     being decoding. Tokens past `context.lengths` leave the state alone and their y means nothing.
     """
 
-    def initial_state(self, batch: int, max_length: int) -> State: ...
+    def initial_state(self, batch: int, max_length: int) -> State:
+        """The state before any token, with room for `max_length` tokens per row and no more."""
+        ...
 
     def __call__(
         self, x: Float[Array, "B T D"], state: State | None, context: Context
