@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 
 from jhybrid.checkpoint import write_export
+from jhybrid.checkpoint import write_export
 from jhybrid.config import (
     BlockConfig,
     Experiment,
@@ -161,7 +162,8 @@ def tiny() -> Experiment:
 def checkpoint(tmp_path_factory) -> Path:
     """An export of a random model."""
     model = HybridLM(tiny().model, rngs=nnx.Rngs(0))
-    folder = tmp_path_factory.mktemp("checkpoint") / "model"
+    model = HybridLM(tiny().model, rngs=nnx.Rngs(0))
+    folder = tmp_path_factory.mktemp("checkpoint") / "export"
     return write_export(tiny(), flatten(nnx.state(model, nnx.Param)), folder)
 
 
