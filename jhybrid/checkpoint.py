@@ -130,10 +130,7 @@ class Checkpoints:
 
     def config(self, step: int) -> Experiment:
         """The experiment that wrote the checkpoint of `step`."""
-        restored = self._manager.restore(
-            step, args=ocp.args.Composite(config=ocp.args.JsonRestore())
-        )
-        return from_json(json.dumps(restored["config"]))
+        return _config(self._manager, step)
 
     def save(
         self,
@@ -167,7 +164,7 @@ class Checkpoints:
             train=ocp.args.StandardRestore(train),
             data=ocp.args.JsonRestore(),
         )
-        restored = self._manager.restore(step, args=items)
+        restored = _restore(self._manager, step, items)
         for wanted, got in ((params, restored["params"]), (train, restored["train"])):
             jax.tree_util.tree_map_with_path(_require_as_asked, wanted, got)
         if data_iterator is not None:
@@ -182,6 +179,20 @@ class Checkpoints:
     def close(self) -> None:
         self.wait()
         self._manager.close()
+
+
+def _restore(manager: ocp.CheckpointManager, step: int, items: ocp.args.Composite) -> Any:
+    try:
+        return manager.restore(step, args=items)
+    except Exception as error:  # Orbax and TensorStore raise plain Exceptions for damaged files
+        reason = str(error).strip().splitlines()[0][:200]
+        where = f"{manager.directory}/{step}"
+        raise UserError(f"{where}: the checkpoint cannot be read ({reason})") from error
+
+
+def _config(manager: ocp.CheckpointManager, step: int) -> Experiment:
+    restored = _restore(manager, step, ocp.args.Composite(config=ocp.args.JsonRestore()))
+    return from_json(json.dumps(restored["config"]))
 
 
 def _require_as_asked(path: tuple, wanted: jax.ShapeDtypeStruct, got: jax.Array) -> None:
@@ -268,16 +279,15 @@ def _read_workdir(workdir: Path) -> tuple[Experiment, dict[str, jax.Array]]:
     root = workdir / "checkpoints"
     if not root.is_dir():
         raise UserError(f"{workdir}: neither a run's workdir (checkpoints/) nor an export")
-    options = ocp.CheckpointManagerOptions(read_only=True)
+    options = ocp.CheckpointManagerOptions(create=False, enable_async_checkpointing=False)
     with ocp.CheckpointManager(root.absolute(), options=options) as manager:
         step = manager.latest_step()
         if step is None:
             raise UserError(f"{workdir}: no checkpoint has been written yet")
-        config = manager.restore(step, args=ocp.args.Composite(config=ocp.args.JsonRestore()))
-        experiment = from_json(json.dumps(config["config"]))
+        experiment = _config(manager, step)
         wanted = _abstract_params(experiment)
         arguments = ocp.args.Composite(params=ocp.args.StandardRestore(wanted))
-        return experiment, manager.restore(step, args=arguments)["params"]
+        return experiment, _restore(manager, step, arguments)["params"]
 
 
 def _read_text(path: Path) -> str:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 import time
 
 import grain
@@ -176,6 +177,16 @@ def test_a_damaged_export_is_refused_by_name(saved, tmp_path):
             part.write_bytes(part.read_bytes()[:-500])
     with pytest.raises(UserError, match=r"model/params: cannot be read"):
         load_model(out)
+
+
+@pytest.mark.parametrize("item", ["params", "config"])
+def test_a_truncated_checkpoint_is_refused_by_name(saved, tmp_path, item):
+    workdir = shutil.copytree(saved[0], tmp_path / "run")
+    files = [path for path in (workdir / "checkpoints" / "3" / item).rglob("*") if path.is_file()]
+    largest = max(files, key=lambda path: path.stat().st_size)
+    largest.write_bytes(largest.read_bytes()[: largest.stat().st_size // 2])
+    with pytest.raises(UserError, match=r"run/checkpoints/3: the checkpoint cannot be read"):
+        load_model(workdir)
 
 
 def test_an_export_of_other_shapes_names_the_parameter(saved, tmp_path):
