@@ -1,9 +1,10 @@
-"""The gated delta rule on Hopper GPUs: which problems it takes, and its three stages.
+"""The gated delta rule on Hopper GPUs: which problems it takes, and its stages.
 
 Forward: `pallas_gpu_inverse` (every tile's triangular inverse, in parallel), `pallas_gpu_split`
 (for few heads: the state entering each stretch of a row, exactly) and `pallas_gpu_scan` (states
-and outputs). There is no backward kernel yet: gradients come from the `xla` implementation, which
-recomputes its own forward from the same inputs.
+and outputs). Backward: `pallas_gpu_replay` (states again), `pallas_gpu_reverse` (their gradients,
+from the last tile to the first) and `pallas_gpu_gradients` (the rest, all tiles in parallel). Kept
+from one to the other: the inputs, the inverses and the states entering the stretches.
 """
 
 import functools
@@ -14,7 +15,6 @@ import jax.numpy as jnp
 
 from pallas_kernels.array_types import Array, Float, Int
 from pallas_kernels.dispatch import Target
-from pallas_kernels.gated_delta_rule import xla
 
 JAX_VERSION = "0.11.2"  # Mosaic GPU changes between versions; these kernels ran on this one
 _CHIPS = ("H100", "H200")
@@ -56,42 +56,37 @@ def gated_delta_rule(
 ) -> tuple[Float[Array, "B T H V"], Float[Array, "B H K V"]]:
     """The op's contract (`api.gated_delta_rule`) for problems that `unsupported` lets through."""
     del precision  # of fp32 inputs, which this implementation declines
-    return _rule(scale, chunk_size, q, k, v, g, beta, initial_state, write_mask, segment_ids)
+    del chunk_size  # 64 where there is a mask, and nothing but the mask depends on it
+    return _rule(scale, q, k, v, g, beta, initial_state, write_mask, segment_ids)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _rule(scale, chunk_size, q, k, v, g, beta, initial_state, write_mask, segment_ids):
-    del chunk_size
-    return forward(q, k, v, g, beta, initial_state, write_mask, segment_ids, scale=scale)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _rule(scale, q, k, v, g, beta, initial_state, write_mask, segment_ids):
+    arrays = (q, k, v, g, beta, initial_state, write_mask, segment_ids)
+    return forward(*arrays, scale=scale)[:2]
 
 
-def _rule_forward(scale, chunk_size, *arrays):
-    return _rule(scale, chunk_size, *arrays), arrays
+def _rule_forward(scale, *arrays):
+    o, final_state, *kept = forward(*arrays, scale=scale)
+    return (o, final_state), (arrays, *kept)
 
 
-def _rule_backward(scale, chunk_size, arrays, cotangents):
-    *floating, segment_ids = arrays
-
-    def rule(q, k, v, g, beta, initial_state, write_mask):
-        return xla.gated_delta_rule(
-            q,
-            k,
-            v,
-            g,
-            beta,
-            initial_state=initial_state,
-            write_mask=write_mask,
-            segment_ids=segment_ids,
-            scale=scale,
-            chunk_size=chunk_size,
-            precision=None,
-        )
-
-    _, pull_back = jax.vjp(rule, *floating)
-    return *pull_back(cotangents), None
+def _rule_backward(scale, kept, cotangents):
+    arrays, inverses, states = kept
+    return *backward(*arrays, inverses, states, *cotangents, scale=scale), None
 
 
 _rule.defvjp(_rule_forward, _rule_backward)
+
+
+def _padded(segment_ids, *arrays):
+    """Arrays [B, T, ...] with T rounded up by tokens that change nothing: g = 0, beta = 0."""
+    pad = -arrays[0].shape[1] % _ROW_ALIGNMENT
+    if not pad:
+        return segment_ids, *arrays
+    if segment_ids is not None:
+        segment_ids = jnp.pad(segment_ids, ((0, 0), (0, pad)), mode="edge")
+    return segment_ids, *(jnp.pad(x, ((0, 0), (0, pad)) + ((0, 0),) * (x.ndim - 2)) for x in arrays)
 
 
 def forward(
@@ -107,8 +102,11 @@ def forward(
     scale: float,
     pieces: int | None = None,
     interpret=None,
-) -> tuple[Float[Array, "B T H V"], Float[Array, "B H K V"]]:
-    """Outputs and final state; rows are split into `pieces` (by the cost model when None)."""
+) -> tuple[Array, Array, Float[Array, "B H N C C"], Float[Array, "B H P V K"]]:
+    """Outputs, final state; for the backward pass every tile's inverse and the stretches' states.
+
+    Rows are split into `pieces` stretches (by the cost model when None).
+    """
     # Mosaic GPU is experimental: other JAX versions must be able to import this module.
     from pallas_kernels.gated_delta_rule import pallas_gpu_split as split
     from pallas_kernels.gated_delta_rule.pallas_gpu_inverse import tile_inverses
@@ -117,13 +115,7 @@ def forward(
 
     length = q.shape[1]
     batch, _, heads, value_width = v.shape
-    pad = -length % _ROW_ALIGNMENT
-    if pad:  # tokens with g = 0 and beta = 0 change nothing
-        q, k, v, g, beta = (
-            jnp.pad(x, ((0, 0), (0, pad)) + ((0, 0),) * (x.ndim - 2)) for x in (q, k, v, g, beta)
-        )
-        if segment_ids is not None:
-            segment_ids = jnp.pad(segment_ids, ((0, 0), (0, pad)), mode="edge")
+    segment_ids, q, k, v, g, beta = _padded(segment_ids, q, k, v, g, beta)
     gates = pack_gates(g, beta, write_mask, segment_ids)
     a = tile_inverses(k, gates, interpret=interpret)
     states = initial_state.astype(jnp.float32).swapaxes(2, 3)
@@ -134,5 +126,62 @@ def forward(
     else:
         maps = split.summarise(k, v, a, gates, pieces, interpret=interpret)
         states = split.join(states, *maps, interpret=interpret)
-    o, states = scan_tiles(q, k, v, a, gates, states, scale=scale, interpret=interpret)
-    return o[:, :length], states[:, :, -1].swapaxes(2, 3)
+    o, left = scan_tiles(q, k, v, a, gates, states, scale=scale, interpret=interpret)
+    return o[:, :length], left[:, :, -1].swapaxes(2, 3), a, states
+
+
+def backward(
+    q: Float[Array, "B T Hk K"],
+    k: Float[Array, "B T Hk K"],
+    v: Float[Array, "B T H V"],
+    g: Float[Array, "B T H"],
+    beta: Float[Array, "B T H"],
+    initial_state: Float[Array, "B H K V"],
+    write_mask: Float[Array, "B N H"] | None,
+    segment_ids: Int[Array, "B T"] | None,
+    inverses: Float[Array, "B H N C C"],
+    states: Float[Array, "B H P V K"],
+    do: Float[Array, "B T H V"],
+    dfinal: Float[Array, "B H K V"],
+    *,
+    scale: float,
+    interpret=None,
+) -> tuple[Array, Array, Array, Array, Array, Array, Array | None]:
+    """Gradients of q, k, v, g, beta, initial_state and write_mask; deterministic (no atomics).
+
+    `inverses` and `states` are what `forward` returned beside its results.
+    """
+    from pallas_kernels.gated_delta_rule import pallas_gpu_split as split
+    from pallas_kernels.gated_delta_rule.pallas_gpu_gradients import tile_gradients
+    from pallas_kernels.gated_delta_rule.pallas_gpu_replay import replay
+    from pallas_kernels.gated_delta_rule.pallas_gpu_reverse import reverse, summarise_reversed
+    from pallas_kernels.gated_delta_rule.pallas_gpu_tiles import pack_gates
+
+    batch, length, key_heads, width = q.shape
+
+    def packed(g, beta, write_mask):
+        ids, g, beta = _padded(segment_ids, g, beta)
+        return pack_gates(g, beta, write_mask, ids)
+
+    gates, pull_back = jax.vjp(packed, g, beta, write_mask)
+    _, q_, k_, v_, do_ = _padded(None, q, k, v, do)
+    passes = (q_, k_, do_, inverses, gates)
+    options = {"scale": scale, "interpret": interpret}
+    dstates, pieces = dfinal.swapaxes(2, 3), states.shape[2]
+    if pieces == 1:
+        dstates = dstates[:, :, None]
+    else:
+        maps = summarise_reversed(*passes, pieces, **options)
+        dstates = split.join(dstates, *maps, interpret=interpret)
+    states, written = replay(k_, v_, inverses, gates, states, interpret=interpret)
+    dstates, y, dentering = reverse(*passes, dstates, **options)
+    dq, dk, dv, dgates = tile_gradients(
+        q_, k_, v_, do_, written, y, states, dstates, gates, **options
+    )
+    dq, dk = dq[:, :length], dk[:, :length]
+    if dq.shape[2] != key_heads:  # rounded to bf16 once per value head, summed in fp32
+        grouped = (batch, length, key_heads, -1, width)
+        dq, dk = (x.reshape(grouped).sum(3, dtype=jnp.float32).astype(q.dtype) for x in (dq, dk))
+    dinitial = dentering[:, :, -1].swapaxes(2, 3)
+    dg, dbeta, dwrite_mask = pull_back(dgates)
+    return dq, dk, dv[:, :length], dg, dbeta, dinitial, dwrite_mask

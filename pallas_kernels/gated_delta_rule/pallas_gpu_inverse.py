@@ -87,6 +87,7 @@ def tile_inverses(
         ],
         grid=(tiles, heads, batch),
         grid_names=("tile", "head", "row"),
+        kernel_name="delta_rule_tile_inverses",
         compiler_params=READ_ONLY_SMEM,
         interpret=interpret,
     )(k, gates)

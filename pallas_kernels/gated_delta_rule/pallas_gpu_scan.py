@@ -203,6 +203,7 @@ def scan_tiles(
         grid_names=("pane", "piece", "head", "row"),
         num_threads=workers + 1,
         thread_name="worker",
+        kernel_name="delta_rule_scan",
         compiler_params=READ_ONLY_SMEM,
         interpret=interpret,
     )(q, k, v, a, gates, states)

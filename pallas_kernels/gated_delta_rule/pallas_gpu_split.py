@@ -120,7 +120,7 @@ def _summarise_kernel(
 
         state = lax.fori_loop(0, stretch, tile, state)
         here = (row, head, piece, pl.ds(base, TILE))
-        high_ref.at[here][...], low_ref.at[here][...] = _high_and_low(state)
+        high_ref.at[here][...], low_ref.at[here][...] = high_and_low(state)
 
 
 def summarise(
@@ -164,12 +164,13 @@ def summarise(
         grid_names=("pane", "piece", "head", "row"),
         num_threads=workers + 1,
         thread_name="worker",
+        kernel_name="delta_rule_summarise",
         compiler_params=READ_ONLY_SMEM,
         interpret=interpret,
     )(k, v, a, gates)
 
 
-def _high_and_low(x):
+def high_and_low(x):
     """x as the sum of two bf16 parts, 16 bits of mantissa."""
     high = x.astype(jnp.bfloat16)
     return high, (x - high.astype(jnp.float32)).astype(jnp.bfloat16)
@@ -198,7 +199,7 @@ def _join_kernel(
 
     def stretch(piece, state):
         states_ref.at[row, head, piece, panel][...] = state
-        state_high, state_low = _high_and_low(state)
+        state_high, state_low = high_and_low(state)
         for part in range(parts):
             step = piece * parts + part
             slot = lax.rem(step, jnp.int32(slots))
@@ -241,6 +242,7 @@ def join(
         ],
         grid=(value_width // TILE, heads, batch),
         grid_names=("pane", "head", "row"),
+        kernel_name="delta_rule_join",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
     )(initial, high, low)

@@ -10,7 +10,7 @@ import pytest
 from closeness import assert_close
 
 from pallas_kernels import dispatch, gated_delta_rule
-from pallas_kernels.gated_delta_rule import api, pallas_gpu, xla
+from pallas_kernels.gated_delta_rule import api, pallas_gpu
 
 written_for = pytest.mark.skipif(
     jax.__version__ != pallas_gpu.JAX_VERSION,
@@ -65,6 +65,35 @@ def assert_matches_reference(arguments, actual):
     assert_close(actual[1], expected[1], 5e-3, "final_state", floor=1e-6)
 
 
+GRADIENT_RATIO = {
+    "q": 8e-3,
+    "k": 8e-3,
+    "v": 8e-3,
+    "g": 2e-2,
+    "beta": 2e-2,
+    "initial_state": 8e-3,
+    "write_mask": 2e-2,
+}
+
+
+def assert_gradients_match_reference(key, arguments, gradients):
+    """`gradients(arguments, (do, dfinal))` against those of the reference in fp32."""
+    keys = jax.random.split(key)
+    do = jax.random.normal(keys[0], arguments["v"].shape).astype(jnp.bfloat16)
+    dfinal = jax.random.normal(keys[1], arguments["initial_state"].shape)
+    names = [name for name in GRADIENT_RATIO if arguments[name] is not None]
+
+    def outputs(floating):
+        return gated_delta_rule(**{**arguments, **floating}, implementation="reference")
+
+    exact = {name: arguments[name].astype(jnp.float32) for name in names}
+    _, pull_back = jax.vjp(outputs, exact)
+    (expected,) = jax.jit(pull_back)((do.astype(jnp.float32), dfinal))
+    actual = dict(zip(GRADIENT_RATIO, gradients(arguments, (do, dfinal)), strict=True))
+    for name in names:
+        assert_close(actual[name], expected[name], GRADIENT_RATIO[name], f"d{name}")
+
+
 @written_for
 def test_auto_takes_the_kernels_on_a_hopper_gpu():
     assert dispatch.choose(api.IMPLEMENTATIONS, "auto", TAKEN, H200).name == "pallas_gpu"
@@ -103,39 +132,25 @@ def test_without_a_mask_any_chunk_size_is_taken(monkeypatch):
     assert pallas_gpu.unsupported(problem, H200) is None
 
 
-def test_gradients_are_those_of_xla_until_there_is_a_backward_kernel(key, monkeypatch):
-    arguments = inputs(key, (1, 70, 1, 2, 16, 8), segments=True, mask=True)
-    segment_ids = arguments.pop("segment_ids")
-    options = {"segment_ids": segment_ids, "scale": 0.25, "chunk_size": 64}
+@written_for
+@pytest.mark.parametrize("pieces", [2, pytest.param(1, marks=pytest.mark.slow)])
+def test_interpreted_gradients_match_the_reference(key, pieces, quick_compile):
+    from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    def forward(q, k, v, g, beta, initial_state, write_mask, segment_ids, *, scale):
-        return xla.gated_delta_rule(
-            q, k, v, g, beta, initial_state=initial_state, write_mask=write_mask,
-            segment_ids=segment_ids, scale=scale, chunk_size=64,
-        )  # fmt: skip
+    arguments = inputs(key, (1, 67, 1, 2, 64, 64), segments=True, mask=True)
+    options = {"scale": 0.125, "interpret": plgpu.InterpretGPUParams()}
 
-    # The kernels themselves do not run here: this is about what is wired around them.
-    monkeypatch.setattr(pallas_gpu, "forward", forward)
+    def actual(arguments, cotangents):
+        o, final_state, *kept = pallas_gpu.forward(**arguments, **options, pieces=pieces)
+        kept = dict(zip(("inverses", "states", "do", "dfinal"), (*kept, *cotangents), strict=True))
+        return (o, final_state), pallas_gpu.backward(**arguments, **kept, **options)
 
-    def loss(rule, arguments):
-        o, state = rule(**arguments, **options)
-        return jnp.sum(jnp.sin(o.astype(jnp.float32))) + jnp.sum(state**2)
+    def gradients(arguments, cotangents):
+        outputs, found = jax.jit(actual)(arguments, cotangents)
+        assert_matches_reference(arguments, outputs)
+        return found
 
-    # Compiling takes most of this test's time; at this level it is a third of the default's.
-    quick = {"xla_backend_optimization_level": 0}
-    gradient = jax.jit(jax.grad(loss, argnums=1), static_argnums=0, compiler_options=quick)
-    expected = gradient(xla.gated_delta_rule, arguments)
-    for name, actual in gradient(pallas_gpu.gated_delta_rule, arguments).items():
-        assert_close(actual, expected[name], 1e-6, f"d{name}")
-
-    del arguments["write_mask"]
-    without = jax.eval_shape(
-        jax.grad(
-            lambda x: loss(functools.partial(pallas_gpu.gated_delta_rule, write_mask=None), x)
-        ),
-        arguments,
-    )
-    assert without.keys() == arguments.keys()
+    assert_gradients_match_reference(key, arguments, gradients)
 
 
 @written_for
@@ -156,6 +171,7 @@ def test_rows_are_split_only_when_heads_are_few():
     assert stretches(8, 6, 64, 128, 256) == 1
 
 
+@pytest.mark.slow
 @written_for
 @pytest.mark.parametrize("pieces", [1, 2])
 def test_interpreted_kernels_match_the_reference(key, pieces):
@@ -165,11 +181,11 @@ def test_interpreted_kernels_match_the_reference(key, pieces):
     forward = functools.partial(
         pallas_gpu.forward, scale=0.125, pieces=pieces, interpret=plgpu.InterpretGPUParams()
     )
-    assert_matches_reference(arguments, jax.jit(lambda x: forward(**x))(arguments))
+    assert_matches_reference(arguments, jax.jit(lambda x: forward(**x)[:2])(arguments))
 
 
 @written_for
-@pytest.mark.parametrize("beta", [1.0, 2.0])
+@pytest.mark.parametrize("beta", [pytest.param(1.0, marks=pytest.mark.slow), 2.0])
 def test_the_inverse_is_stable_for_identical_keys(beta):
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -187,9 +203,9 @@ def test_the_inverse_is_stable_for_identical_keys(beta):
 @pytest.mark.parametrize(
     ("shape", "options"),
     [
-        ((1, 300, 2, 4, 64, 64), {"pieces": 1}),
         ((2, 512, 2, 2, 128, 256), {"pieces": 3, "segments": True, "mask": True}),
-        ((1, 512, 2, 2, 192, 384), {"pieces": 2}),
+        pytest.param((1, 300, 2, 4, 64, 64), {"pieces": 1}, marks=pytest.mark.slow),
+        pytest.param((1, 512, 2, 2, 192, 384), {"pieces": 2}, marks=pytest.mark.slow),
     ],
 )
 def test_kernels_lower_for_cuda_without_a_gpu(key, shape, options):
@@ -199,6 +215,25 @@ def test_kernels_lower_for_cuda_without_a_gpu(key, shape, options):
     exported = jax.export.export(jax.jit(lambda x: forward(**x)), platforms=["cuda"])(arguments)
     kernels = 2 if pieces == 1 else 4
     assert exported.mlir_module().count("custom_call @mosaic_gpu") == kernels
+
+
+@written_for
+@pytest.mark.parametrize("pieces", [2, pytest.param(1, marks=pytest.mark.slow)])
+def test_backward_kernels_lower_for_cuda_without_a_gpu(key, pieces):
+    arguments = jax.eval_shape(lambda key: inputs(key, (1, 131, 1, 2, 128, 128), mask=True), key)
+    kept = {
+        "inverses": jax.ShapeDtypeStruct((1, 2, 3, 64, 64), jnp.bfloat16),
+        "states": jax.ShapeDtypeStruct((1, 2, pieces, 128, 128), jnp.float32),
+        "do": arguments["v"],
+        "dfinal": arguments["initial_state"],
+    }
+
+    def backward(arguments):
+        return pallas_gpu.backward(**arguments, scale=0.1)
+
+    lowered = jax.export.export(jax.jit(backward), platforms=["cuda"])
+    module = lowered({**arguments, **kept}).mlir_module()
+    assert module.count("custom_call @mosaic_gpu") == (3 if pieces == 1 else 5)
 
 
 @pytest.mark.gpu
@@ -221,3 +256,34 @@ def test_kernels_lower_for_cuda_without_a_gpu(key, shape, options):
 def test_kernels_on_a_gpu_match_the_reference(key, shape, options):
     arguments = inputs(key, shape, **options)
     assert_matches_reference(arguments, run(arguments, "pallas_gpu"))
+
+
+@pytest.mark.gpu
+@written_for
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        ((1, 300, 2, 4, 64, 64), {"segments": True, "mask": True}),
+        ((2, 512, 2, 2, 128, 256), {}),
+        ((1, 999, 2, 4, 128, 128), {"segments": True, "mask": True}),
+        ((1, 512, 1, 2, 192, 384), {"mask": True}),
+        ((1, 4096, 2, 2, 128, 128), {}),
+        ((1, 4096, 1, 2, 128, 256), {"segments": True, "mask": True}),
+    ],
+)
+def test_gradients_on_a_gpu_match_the_reference(key, shape, options):
+    arguments = inputs(key, shape, **options)
+    segment_ids = arguments["segment_ids"]
+
+    def gradients(arguments, cotangents):
+        floating = {name: arguments[name] for name in GRADIENT_RATIO}
+
+        def outputs(floating):
+            return gated_delta_rule(
+                **floating, segment_ids=segment_ids, implementation="pallas_gpu"
+            )
+
+        (found,) = jax.vjp(outputs, floating)[1](cotangents)
+        return [found[name] for name in GRADIENT_RATIO]
+
+    assert_gradients_match_reference(key, arguments, jax.jit(gradients))

@@ -1,0 +1,152 @@
+"""Hopper kernel: the states again, for the backward pass.
+
+The forward pass keeps the state entering each stretch of a row. This one runs all stretches at once
+from there and writes, of every tile, the state entering it and Vn, as `pallas_gpu_scan` has them.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.array_types import Array, Float
+from pallas_kernels.gated_delta_rule.pallas_gpu_scan import advance, write_values
+from pallas_kernels.gated_delta_rule.pallas_gpu_tiles import (
+    CARRY_IN,
+    READ_ONLY_SMEM,
+    TILE,
+    WGMMA,
+    columns,
+    product,
+    swizzled,
+)
+
+_STAGES = 2
+
+
+def workers_of(width: int, value_width: int) -> int:
+    """Warpgroups of 64 value columns a block: two, where shared memory holds their tiles."""
+    return 2 if value_width % (2 * TILE) == 0 and width <= 128 else 1
+
+
+def _replay_kernel(
+    k_ref, v_ref, a_ref, gates_ref, state_ref, states_ref, written_ref,
+    k, v, a, gates, kept, out, loaded, consumed,
+    *, group, workers, stretch, tiles, interpret,
+):  # fmt: skip
+    row, head, pane, piece = (lax.axis_index(name) for name in ("row", "head", "pane", "piece"))
+    key_head = lax.div(head, jnp.int32(group))
+    worker = lax.axis_index("worker")
+    first = piece * stretch
+    count = jnp.minimum(stretch, tiles - first)
+
+    def load(step, slot):
+        tile = first + step
+        tokens = pl.ds(tile * TILE, TILE)
+        barrier = loaded.at[slot]
+        plgpu.copy_gmem_to_smem(k_ref.at[row, tokens, key_head], k.at[slot], barrier)
+        for w in range(workers):
+            panel = pl.ds((pane * workers + w) * TILE, TILE)
+            plgpu.copy_gmem_to_smem(v_ref.at[row, tokens, head, panel], v.at[slot, w], barrier)
+        plgpu.copy_gmem_to_smem(a_ref.at[row, head, tile], a.at[slot], barrier)
+        plgpu.copy_gmem_to_smem(gates_ref.at[row, head, tile], gates.at[slot], barrier)
+
+    @pl.when(worker == workers)
+    def _copies():
+        if workers == 2:
+            plgpu.set_max_registers(40, action="decrease")
+        for step in range(_STAGES):
+            pl.when(step < count)(functools.partial(load, step, step))
+
+        @pl.loop(0, jnp.maximum(count - _STAGES, 0))
+        def _refill(step):
+            slot = lax.rem(step, jnp.int32(_STAGES))
+            plgpu.barrier_wait(consumed.at[slot])
+            load(step + _STAGES, slot)
+
+    @pl.when(worker < workers)
+    def _states():
+        if workers == 2:
+            plgpu.set_max_registers(232, action="increase")
+        panel = pl.ds((pane * workers + worker) * TILE, TILE)
+
+        def step_through(step, state):
+            slot = lax.rem(step, jnp.int32(_STAGES))
+            plgpu.barrier_wait(loaded.at[slot])
+            half = state.astype(jnp.bfloat16)
+            read = product(interpret, half, k.at[slot].transpose((1, 0)))
+            carry_in = columns(gates.at[slot, CARRY_IN])
+            values = plgpu.load(v.at[slot, worker].transpose((1, 0)), layout=WGMMA)
+            written = write_values(
+                interpret, read, values.astype(jnp.float32), carry_in, a.at[slot], gates.at[slot]
+            )
+            state = advance(interpret, state, written, k.at[slot], gates.at[slot])
+
+            @pl.when(step + _STAGES < count)  # otherwise nobody waits for the slot
+            def _release():
+                plgpu.barrier_arrive(consumed.at[slot])
+
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            kept[worker] = half
+            out.at[worker].transpose((1, 0))[...] = written.astype(jnp.bfloat16)
+            plgpu.commit_smem()
+            tile = first + step
+            tokens = pl.ds(tile * TILE, TILE)
+            plgpu.copy_smem_to_gmem(kept.at[worker], states_ref.at[row, head, tile, panel])
+            plgpu.copy_smem_to_gmem(out.at[worker], written_ref.at[row, tokens, head, panel])
+            return state
+
+        state = plgpu.load(state_ref.at[row, head, piece, panel], layout=WGMMA, optimized=False)
+        lax.fori_loop(0, count, step_through, state)
+        plgpu.wait_smem_to_gmem(0)
+
+
+def replay(
+    k: Float[Array, "B T G K"],
+    v: Float[Array, "B T H V"],
+    a: Float[Array, "B H N C C"],
+    gates: Float[Array, "B H N R C"],
+    states: Float[Array, "B H P V K"],
+    *,
+    interpret=None,
+) -> tuple[Float[Array, "B H N V K"], Float[Array, "B T H V"]]:
+    """The state (transposed, bf16) entering every tile, and Vn, from those entering P stretches."""
+    batch, _, heads, value_width = v.shape
+    tiles, vectors = gates.shape[2:4]
+    width = k.shape[-1]
+    pieces = states.shape[2]
+    workers = workers_of(width, value_width)
+    return plgpu.kernel(
+        functools.partial(
+            _replay_kernel,
+            group=heads // k.shape[2],
+            workers=workers,
+            stretch=-(-tiles // pieces),
+            tiles=tiles,
+            interpret=interpret is not None,
+        ),
+        out_type=(
+            jax.ShapeDtypeStruct((batch, heads, tiles, value_width, width), jnp.bfloat16),
+            jax.ShapeDtypeStruct(v.shape, v.dtype),
+        ),
+        scratch_types=[
+            swizzled(_STAGES, TILE, width),
+            swizzled(_STAGES, workers, TILE, TILE),
+            swizzled(_STAGES, TILE, TILE),
+            plgpu.SMEM((_STAGES, vectors, TILE), jnp.float32),
+            swizzled(workers, TILE, width),
+            swizzled(workers, TILE, TILE),
+            plgpu.Barrier(num_arrivals=3 + workers, num_barriers=_STAGES),
+            plgpu.Barrier(num_arrivals=workers, num_barriers=_STAGES),
+        ],
+        grid=(value_width // (TILE * workers), pieces, heads, batch),
+        grid_names=("pane", "piece", "head", "row"),
+        num_threads=workers + 1,
+        thread_name="worker",
+        kernel_name="delta_rule_replay",
+        compiler_params=READ_ONLY_SMEM,
+        interpret=interpret,
+    )(k, v, a, gates, states)
