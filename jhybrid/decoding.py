@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from jhybrid.errors import UserError
@@ -19,8 +20,8 @@ from pallas_kernels.array_types import Array, Float, Int
 
 def generate(
     model: HybridLM,
-    tokens: Int[Array, "B T"],
-    lengths: Int[Array, "B"],
+    tokens: Int[Array | np.ndarray, "B T"],
+    lengths: Int[Array | np.ndarray, "B"],
     *,
     max_new_tokens: int,
     stop_token: int | None = None,
@@ -39,6 +40,9 @@ def generate(
         raise UserError(f"temperature={temperature} must not be negative")
     if temperature > 0 and key is None:
         raise UserError(f"temperature={temperature} needs a key")
+    longest = tokens.shape[1]
+    if np.min(lengths) < 1 or np.max(lengths) > longest:
+        raise UserError(f"lengths={np.asarray(lengths)} must lie between 1 and {longest}")
     graphdef, weights = nnx.split(model)
     return _generate(
         graphdef,
