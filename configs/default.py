@@ -20,13 +20,13 @@ from jhybrid.config import (
 
 
 def config() -> Experiment:
-    channels = SwiGLUConfig(width=512)
+    channels = SwiGLUConfig(width=384)
     linear = BlockConfig(
-        mixer=GatedDeltaNetConfig(num_heads=2, key_dim=64, value_dim=128), channel_mixer=channels
+        mixer=GatedDeltaNetConfig(num_heads=2, key_dim=32, value_dim=64), channel_mixer=channels
     )
     routed = BlockConfig(
         mixer=ChunkRoutedConfig(
-            num_heads=2, key_dim=64, value_dim=128, num_softmax_heads=4, chunk_size=64
+            num_heads=2, key_dim=32, value_dim=64, num_softmax_heads=4, chunk_size=64
         ),
         channel_mixer=channels,
     )
@@ -34,15 +34,16 @@ def config() -> Experiment:
         name="default",
         model=ModelConfig(
             vocab_size=4096,
-            dim=192,
+            dim=128,
             blocks=pattern((linear, linear, linear, routed), depth=4),
             compute_dtype="float32",
+            remat="none",
         ),
         data=DataConfig(
             sources=(EmbeddedText(weight=0.9), AssociativeRecall(weight=0.1)),
-            sequence_length=512,
+            sequence_length=256,
             batch_size=8,
         ),
-        optimizer=OptimizerConfig(learning_rate=2e-3, warmup_steps=40),
-        training=TrainingConfig(steps=400),
+        optimizer=OptimizerConfig(learning_rate=4e-3, warmup_steps=30),
+        training=TrainingConfig(steps=300, eval_every_steps=100, checkpoint_every_steps=100),
     )
