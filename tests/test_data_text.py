@@ -134,6 +134,7 @@ def test_documents_come_whole_from_every_format(tmp_path):
         ("bad.txt.gz", b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\x03\xff\xff\xff", r"bad\.txt\.gz: "),
         ("plain.txt.gz", b"not compressed", r"plain\.txt\.gz: cannot be read \(Not a gzipped"),
     ],
+    ids=["cut", "no-field", "list", "latin", "cut-gzip", "bad-gzip", "plain-gzip"],
 )
 def test_a_damaged_file_is_named(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
