@@ -11,7 +11,6 @@ import pytest
 from flax import nnx
 
 from jhybrid.checkpoint import write_export
-from jhybrid.checkpoint import write_export
 from jhybrid.config import (
     BlockConfig,
     Experiment,
