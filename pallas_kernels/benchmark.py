@@ -67,6 +67,8 @@ def peak_bytes(op: Callable, case, dtype: str, implementation: str) -> int:
     shapes = jax.eval_shape(lambda key: case.draw(key, dtype), jax.random.key(0))
     compiled = Bound(op, case, implementation).forward_backward.lower(*shapes).compile()
     memory = compiled.memory_analysis()
+    if memory is None:
+        raise RuntimeError("this JAX backend reports no memory analysis")
     return memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
 
 
@@ -159,7 +161,7 @@ def _table_line(row: Row) -> str:
 
 
 def main(arguments: list[str] | None = None) -> list[Row]:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--op", choices=OPS, required=True)
     parser.add_argument("--case", action="append", help="case name (repeat); default by tag")
     parser.add_argument("--tag", help="`bench`, or `quick` on a CPU, by default")

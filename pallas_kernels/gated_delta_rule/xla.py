@@ -127,7 +127,7 @@ def gated_delta_rule(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _over_chunks(options, q, k, v, g, beta, write_mask, initial, resets):
+def _over_chunks(options, q, k, v, g, beta, write_mask, initial, resets) -> tuple[Array, Array]:
     return _forward(options, q, k, v, g, beta, write_mask, initial, resets)[0]
 
 
