@@ -126,9 +126,11 @@ def gated_delta_rule(
     return o.reshape(B, T, H, V), state.reshape(B, H, K, V)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _over_chunks(options, q, k, v, g, beta, write_mask, initial, resets) -> tuple[Array, Array]:
+def _outputs(options, q, k, v, g, beta, write_mask, initial, resets) -> tuple[Array, Array]:
     return _forward(options, q, k, v, g, beta, write_mask, initial, resets)[0]
+
+
+_over_chunks = jax.custom_vjp(_outputs, nondiff_argnums=(0,))
 
 
 def _weights(options, write_mask, tile):
