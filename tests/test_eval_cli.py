@@ -161,7 +161,6 @@ def tiny() -> Experiment:
 def checkpoint(tmp_path_factory) -> Path:
     """An export of a random model."""
     model = HybridLM(tiny().model, rngs=nnx.Rngs(0))
-    model = HybridLM(tiny().model, rngs=nnx.Rngs(0))
     folder = tmp_path_factory.mktemp("checkpoint") / "export"
     return write_export(tiny(), flatten(nnx.state(model, nnx.Param)), folder)
 
