@@ -5,7 +5,6 @@ Its backward leaves out same-chunk softmax pairs though its forward has them; wi
 """
 
 import functools
-import os
 import pathlib
 
 import jax
@@ -16,6 +15,7 @@ from closeness import assert_close, rms_ratio
 from flax import nnx
 from golden.cut_natsl_layer import STRIDE
 from mixer_cases import by_name, model_with, positions
+from published import published
 
 from jhybrid.config import ChunkRoutedConfig
 from jhybrid.mixers import build_mixer
@@ -56,11 +56,7 @@ def golden(request):
     """(arrays, stride of the rows kept of large results)."""
     if request.param == "cut":
         return read(CUT), STRIDE
-    here = pathlib.Path(__file__).parent.parent
-    path = pathlib.Path(os.environ.get("JHYBRID_DATA", here.parent / "shared")) / FULL
-    if not path.exists():
-        pytest.skip(f"the full recording is not here: no {FULL} in $JHYBRID_DATA or ../shared")
-    return read(path), 1
+    return read(published(FULL)), 1
 
 
 def ours(array):

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from published import published
 
 from jhybrid.errors import UserError
 from jhybrid.evals.ruler import qa, suite, templates, vt, words
@@ -17,7 +18,8 @@ from jhybrid.evals.ruler.fwe import FrequentWords
 from jhybrid.evals.ruler.haystacks import Essay, ends_sentence, load_essays
 from jhybrid.evals.ruler.niah import DEPTHS, NeedleInHaystack
 
-ROOT = Path(__file__).parent.parent
+TESTS = Path(__file__).parent
+ROOT = TESTS.parent
 NUMBER = re.compile(r"[1-9]\d{6}")
 UUID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}")
 PROSE = " ".join(f"Sentence number {i} says little." for i in range(400))
@@ -31,14 +33,6 @@ def material() -> suite.Material:
 
 def draw(task, size, *, length=4096, index=0, seed=0):
     return task.draw(random.Random(seed), size, length, index)
-
-
-@pytest.fixture(scope="module")
-def shared_data() -> Path:
-    root = Path(os.environ.get("JHYBRID_DATA", ROOT.parent / "shared" / "data"))
-    if not root.is_dir():
-        pytest.skip(f"no shared data at {root}; set JHYBRID_DATA")
-    return root
 
 
 # ---- words and haystacks ----
@@ -349,8 +343,8 @@ def test_a_question_prompt_is_character_exact():
     )
 
 
-def test_squad_questions_come_with_their_article(shared_data):
-    material = qa.load_squad(str(shared_data / "ruler" / "squad_v2_dev_cs224n_half.json"))
+def test_squad_questions_come_with_their_article():
+    material = qa.load_squad(str(published("data/ruler/squad_v2_dev_cs224n_half.json")))
     assert (len(material.questions), len(material.documents)) == (2910, 646)
     task = qa.QuestionAnswering(name="qa_1", material=material)
     question = material.questions[0]
@@ -364,8 +358,8 @@ def test_squad_questions_come_with_their_article(shared_data):
     )
 
 
-def test_hotpotqa_documents_of_a_question_are_all_there(shared_data):
-    material = qa.load_hotpotqa(str(shared_data / "ruler" / "hotpotqa.json"))
+def test_hotpotqa_documents_of_a_question_are_all_there():
+    material = qa.load_hotpotqa(str(published("data/ruler/hotpotqa.json")))
     assert (len(material.questions), len(material.documents)) == (100, 991)
     task = qa.QuestionAnswering(name="qa_2", material=material)
     for index in range(5):
@@ -415,7 +409,7 @@ def test_the_suite_has_the_published_arguments():
 
 def test_samples_are_the_same_in_another_process():
     code = (
-        "import hashlib, random, tests.test_ruler_tasks as t\n"
+        "import hashlib, random, test_ruler_tasks as t\n"
         "text = ''.join(t.draw(t.suite.build_task(n, t.material()), 60).prompt"
         " for n in t.suite.WITHOUT_DATA)\n"
         "print(hashlib.sha256(text.encode()).hexdigest())\n"
@@ -424,7 +418,7 @@ def test_samples_are_the_same_in_another_process():
         subprocess.run(
             [sys.executable, "-c", code],
             cwd=ROOT,
-            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT)},
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": f"{ROOT}{os.pathsep}{TESTS}"},
             capture_output=True,
             text=True,
             check=True,
