@@ -45,7 +45,7 @@ def main() -> int:
     arguments = parser().parse_args()
     experiment = commandline.load_config(arguments.config, arguments.changes)
     commandline.use_compile_cache(arguments.compile_cache)
-    if arguments.plan:
+    if arguments.plan is not None:
         jax.config.update("jax_platforms", "cpu")  # libtpu compiles; it must not look for a TPU
         print(*plan.plan_tpu(experiment, arguments.plan).lines(), sep="\n")
         return 0

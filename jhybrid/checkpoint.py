@@ -27,7 +27,7 @@ from flax import nnx
 
 from jhybrid.commandline import Parser, run
 from jhybrid.config import Experiment
-from jhybrid.errors import UserError
+from jhybrid.errors import UserError, first_line
 from jhybrid.model import HybridLM
 from jhybrid.parameters import flatten, unflatten
 from jhybrid.serialization import from_json, to_json
@@ -185,7 +185,7 @@ def _restore(manager: ocp.CheckpointManager, step: int, items: ocp.args.Composit
     try:
         return manager.restore(step, args=items)
     except Exception as error:  # Orbax and TensorStore raise plain Exceptions for damaged files
-        reason = str(error).strip().splitlines()[0][:200]
+        reason = first_line(error)
         where = f"{manager.directory}/{step}"
         raise UserError(f"{where}: the checkpoint cannot be read ({reason})") from error
 
@@ -252,7 +252,7 @@ def _abstract_params(experiment: Experiment) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def _read_export(path: Path) -> tuple[Experiment, dict[str, jax.Array]]:
-    experiment = from_json(_read_text(path / "config.json"))
+    experiment = _read_config(path / "config.json")
     wanted = _abstract_params(experiment)
     folder = path.absolute() / "params"
     with ocp.StandardCheckpointer() as checkpointer:
@@ -264,8 +264,7 @@ def _read_export(path: Path) -> tuple[Experiment, dict[str, jax.Array]]:
         except UserError:
             raise
         except Exception as error:  # Orbax and TensorStore raise many kinds for damaged files
-            reason = str(error).splitlines()[0][:200]
-            raise UserError(f"{path / 'params'}: cannot be read ({reason})") from None
+            raise UserError(f"{path / 'params'}: cannot be read ({first_line(error)})") from None
 
 
 def _require_same_shapes(path: Path, stored: Mapping, wanted: Mapping) -> None:
@@ -290,11 +289,13 @@ def _read_workdir(workdir: Path) -> tuple[Experiment, dict[str, jax.Array]]:
         return experiment, _restore(manager, step, arguments)["params"]
 
 
-def _read_text(path: Path) -> str:
+def _read_config(path: Path) -> Experiment:
     try:
-        return path.read_text()
+        return from_json(path.read_text())
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+    except (UserError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: {first_line(error)}") from None
 
 
 def _main() -> int:

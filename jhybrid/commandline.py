@@ -13,6 +13,7 @@ import jax
 from jhybrid.config import Experiment
 from jhybrid.errors import UserError
 from jhybrid.serialization import override
+from pallas_kernels.dispatch import UnsupportedError
 
 
 class Parser(argparse.ArgumentParser):
@@ -28,13 +29,13 @@ def load_config(path: str, assignments: Sequence[str] = ()) -> Experiment:
         raise UserError(f"--config {path}: no such file")
     try:
         build = runpy.run_path(path).get("config")
+        if not callable(build):
+            raise UserError(f"--config {path}: it must define config() -> Experiment")
+        experiment = build()
     except UserError:
         raise
     except Exception as error:  # the file is the user's program: whatever it raises is its fault
         raise UserError(f"--config {path}: {type(error).__name__}: {error}") from error
-    if not callable(build):
-        raise UserError(f"--config {path}: it must define config() -> Experiment")
-    experiment = build()
     if not isinstance(experiment, Experiment):
         raise UserError(f"--config {path}: config() must return an Experiment")
     return override(experiment, assignments)
@@ -49,10 +50,10 @@ def use_compile_cache(folder: Path | None) -> None:
 
 
 def run(main: Callable[[], int]) -> NoReturn:
-    """Exits with what `main` returns; a UserError becomes one line on stderr and status 2."""
+    """Exits with what `main` returns; bad input becomes one line on stderr and status 2."""
     try:
         status = main()
-    except UserError as error:
+    except (UserError, UnsupportedError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         status = 2
     sys.exit(status)

@@ -5,6 +5,7 @@ A config file is a Python file with `def config() -> Experiment`. Variants are m
 """
 
 import dataclasses
+import re
 from collections.abc import Sequence
 from typing import Literal, TypeVar, dataclass_transform
 
@@ -21,6 +22,12 @@ def _frozen(config: type[_Config]) -> type[_Config]:
 def require(condition: bool, message: str) -> None:
     if not condition:
         raise UserError(message)
+
+
+def _require_positive(owner: str, config: object, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        require(value is None or value > 0, f"{owner}.{name}={value} must be positive")
 
 
 def _require_multiple(name: str, value: int, of_name: str, of: int) -> None:
@@ -42,9 +49,9 @@ class SoftmaxConfig:
     window: int | None = None  # keys each query sees, itself included
 
     def __post_init__(self):
+        _require_positive("mixer", self, "num_heads", "head_dim", "rope_theta", "window")
         _require_multiple("mixer.num_heads", self.num_heads, "num_kv_heads", self.num_kv_heads)
         require(self.head_dim % 2 == 0 or self.rope_theta is None, "mixer.head_dim must be even")
-        require(self.window is None or self.window > 0, "mixer.window must be positive")
 
 
 @_frozen
@@ -59,6 +66,7 @@ class GatedDeltaNetConfig:
     negative_eigenvalues: bool = False  # beta in (0, 2) instead of (0, 1)
 
     def __post_init__(self):
+        _require_positive("mixer", self, "num_value_heads", "key_dim", "value_dim", "conv_width")
         _require_multiple("mixer.num_value_heads", self.value_heads, "num_heads", self.num_heads)
 
     @property
@@ -85,12 +93,19 @@ class ChunkRoutedConfig:
     truncate_intra_softmax_grad: bool = False  # reproduces the authors' released backward
 
     def __post_init__(self):
+        sizes = ("num_softmax_heads", "key_dim", "value_dim", "chunk_size", "conv_width")
+        _require_positive("mixer", self, *sizes, "rope_theta")
         split = self.num_softmax_heads
         _require_multiple("mixer.num_softmax_heads", split, "num_heads", self.num_heads)
         for name in ("key_dim", "value_dim"):
             total = getattr(self, name) * self.num_heads
             _require_multiple(f"mixer.{name}*num_heads", total, "num_softmax_heads", split)
-        require(self.chunk_size > 0, "mixer.chunk_size must be positive")
+        rotary = self.rope_theta is not None
+        require(
+            not rotary or self.softmax_key_dim % 2 == 0,
+            f"mixer.key_dim*num_heads/num_softmax_heads={self.softmax_key_dim} must be even "
+            "for rope_theta",
+        )
 
     @property
     def softmax_key_dim(self) -> int:
@@ -110,6 +125,9 @@ MixerConfig = SoftmaxConfig | GatedDeltaNetConfig | ChunkRoutedConfig
 @_frozen
 class SwiGLUConfig:
     width: int
+
+    def __post_init__(self):
+        _require_positive("channel_mixer", self, "width")
 
 
 ChannelMixerConfig = SwiGLUConfig | None
@@ -140,10 +158,7 @@ class ModelConfig:
 
     def __post_init__(self):
         require(len(self.blocks) > 0, "model.blocks must not be empty")
-        require(
-            self.vocab_size > 0 and self.dim > 0, "model.vocab_size and model.dim must be positive"
-        )
-        require(self.loss_chunk_tokens > 0, "model.loss_chunk_tokens must be positive")
+        _require_positive("model", self, "vocab_size", "dim", "loss_chunk_tokens", "norm_eps")
 
 
 def pattern(blocks: Sequence[BlockConfig], depth: int) -> tuple[BlockConfig, ...]:
@@ -215,7 +230,7 @@ class Needle:
     answer_only: bool = False  # loss on the answer only, not on the haystack
 
     def __post_init__(self):
-        require(self.num_needles > 0, "Needle.num_needles must be positive")
+        _require_positive("Needle", self, "num_needles", "length")
 
 
 SourceConfig = EmbeddedText | TextFiles | TokenRecords | AssociativeRecall | Needle
@@ -337,6 +352,10 @@ class Experiment:
     training: TrainingConfig = TrainingConfig()
 
     def __post_init__(self):
+        require(
+            re.fullmatch(r"\w[\w.-]*", self.name) is not None,
+            f"name={self.name!r} must be letters, digits, '_', '.' and '-': it names the workdir",
+        )
         rows = self.mesh.data * self.mesh.fsdp * self.optimizer.accumulation_steps
         require(
             self.data.batch_size % rows == 0,

@@ -53,6 +53,10 @@ class Candidate:
 Table = Mapping[str, Candidate]
 
 
+class UnsupportedError(ValueError):
+    """A named implementation does not exist or cannot run here; the message says why."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Choice:
     name: str
@@ -62,14 +66,16 @@ class Choice:
 def choose(table: Table, implementation: Implementation, problem: Any, target: Target) -> Choice:
     """Picks the implementation for `problem` (hashable shapes, dtypes, options) on `target`.
 
-    Raises ValueError when a named implementation does not exist or cannot run, with its reason.
+    Raises UnsupportedError when a named implementation does not exist or cannot run.
     """
     if implementation != "auto":
         if implementation not in table:
-            raise ValueError(f"implementation={implementation!r}: choose one of {('auto', *table)}")
+            raise UnsupportedError(
+                f"implementation={implementation!r}: choose one of {('auto', *table)}"
+            )
         reason = table[implementation].unsupported(problem, target)
         if reason is not None:
-            raise ValueError(f"implementation={implementation!r} cannot run here: {reason}")
+            raise UnsupportedError(f"implementation={implementation!r} cannot run here: {reason}")
         return Choice(implementation, ())
     skipped: list[tuple[str, str]] = []
     for name in PREFERENCE[target.platform]:

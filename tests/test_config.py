@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from configs.default import config
+from jhybrid.commandline import load_config
 from jhybrid.errors import UserError
 from jhybrid.serialization import from_json, override, to_json
 
@@ -52,6 +53,11 @@ def test_an_integer_is_accepted_where_a_float_is_expected_but_not_the_reverse():
         ("model.blocks.9.mixer=1", "model.blocks.9: expected"),
         ("model.dim.x=1", "model.dim has no fields"),
         ("model.blocks.0.mixer=3", "model.blocks.0.mixer: expected one of"),
+        ("model.blocks.0.mixer.key_dim=0", "mixer.key_dim=0 must be positive"),
+        ("model.blocks.0.mixer.conv_width=-1", "mixer.conv_width=-1 must be positive"),
+        ("model.blocks.*.channel_mixer.width=0", "channel_mixer.width=0 must be positive"),
+        ("model.norm_eps=0.0", "model.norm_eps=0.0 must be positive"),
+        ("name=../elsewhere", "name='../elsewhere' must be"),
         ("mesh.data=3", "data.batch_size=8 must be a multiple of"),
         ("model.blocks.3.mixer.num_softmax_heads=3", "num_softmax_heads=3 must be a multiple of"),
         ("model.blocks.3.mixer.chunk_size=48", "data.document_alignment=64 must be a multiple of"),
@@ -62,6 +68,17 @@ def test_bad_overrides_name_the_field(assignment, message):
         override(config(), [assignment])
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "body",
+    ["1 / 0", "Experiment(modle=3)", "SoftmaxConfig(num_heads=2, num_kv_heads=2, head_dim='4')"],
+)
+def test_a_config_function_that_fails_is_one_line_naming_the_file(tmp_path, body):
+    path = tmp_path / "broken.py"
+    path.write_text(f"from jhybrid.config import *\ndef config():\n    return {body}\n")
+    with pytest.raises(UserError, match=r"--config .*broken\.py: \w+Error"):
+        load_config(str(path))
 
 
 def test_json_with_unknown_missing_or_broken_content_is_refused():

@@ -84,7 +84,12 @@ class _Run:
         )
         self.validation = Validation(experiment)
         self.tokens_per_step = experiment.data.batch_size * experiment.data.sequence_length
-        self.flops_per_token = flops_per_token(experiment.model, experiment.data.sequence_length)
+        self.flops_of_no_and_all_softmax = [
+            flops_per_token(
+                experiment.model, experiment.data.sequence_length, softmax_fraction=fraction
+            )
+            for fraction in (0.0, 1.0)
+        ]
         self.saved_step: int | None = None
 
     def go(self, resume_from: int | None) -> None:
@@ -170,6 +175,12 @@ class _Run:
                 break
         return state, step
 
+    def _flops_per_token(self, routing: dict[str, Any]) -> float:
+        """Model FLOPs per trained token at the density the router chose in this step."""
+        fractions = [np.mean(found["softmax_fraction"]) for found in routing.values()]
+        none, everything = self.flops_of_no_and_all_softmax
+        return none + (everything - none) * float(np.mean(fractions)) if fractions else none
+
     def _log(
         self, step: int, metrics: dict, since: float, steps: int, warned: str | None
     ) -> str | None:
@@ -177,7 +188,8 @@ class _Run:
         metrics = jax.device_get(metrics)  # waits for the step
         speed = steps * self.tokens_per_step / max(time.perf_counter() - since, 1e-9)
         devices = list(self.mesh.devices.flat)
-        mfu = model_flops_utilization(speed, self.flops_per_token, devices) if steps else None
+        flops = self._flops_per_token(metrics["routing"])
+        mfu = model_flops_utilization(speed, flops, devices) if steps else None
         self._write(
             "train",
             step,

@@ -6,7 +6,6 @@ configuration fits a slice nobody has booked yet. It is a compiler's answer, not
 
 import dataclasses
 import os
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,7 +13,7 @@ import jax
 from jax.experimental import topologies
 
 from jhybrid.config import Experiment, MeshConfig
-from jhybrid.errors import UserError
+from jhybrid.errors import UserError, first_line
 from jhybrid.model import flops_per_token, parameter_count
 from jhybrid.sharding import make_mesh
 from jhybrid.training.step import Program
@@ -134,7 +133,7 @@ def _topology_devices(topology: str) -> list[jax.Device]:
     except RuntimeError as error:
         missing = "not installed" in str(error)
         hint = "pip install 'jhybrid[tpu]'" if missing else "names look like v5e:2x2"
-        raise UserError(f"--plan {topology}: {_first_line(error)}; {hint}") from None
+        raise UserError(f"--plan {topology}: {first_line(error)}; {hint}") from None
 
 
 def _compile(experiment: Experiment, devices: list[jax.Device], available: int | None) -> Plan:
@@ -148,7 +147,7 @@ def _compile(experiment: Experiment, devices: list[jax.Device], available: int |
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
-            failure = _first_line(error)
+            failure = first_line(error)
         else:
             memory = _memory(compiled.memory_analysis())
             flops = (compiled.cost_analysis() or {}).get("flops")
@@ -182,7 +181,3 @@ def _memory_of(device: jax.Device) -> int | None:
     """Bytes this process may use on a present device; None where the runtime does not say."""
     stats = device.memory_stats()
     return None if not stats else stats.get("bytes_limit")
-
-
-def _first_line(error: Exception) -> str:
-    return re.sub(r"\s+", " ", str(error).strip().splitlines()[0])[:300]
