@@ -120,7 +120,7 @@ def test_two_needle_documents_of_half_a_row_share_it():
     [
         (lambda: AssociativeRecall(num_pairs=4, num_queries=5), "num_queries=5"),
         (lambda: AssociativeRecall(length=60), "length=60 must be at least"),
-        (lambda: Needle(num_needles=0), "num_needles must be positive"),
+        (lambda: Needle(num_needles=0), "num_needles=0 must be positive"),
         (
             lambda: train_batches(DataConfig(sources=(Needle(),), sequence_length=256)),
             r"data\.sources\.0\.length=512 is longer than data\.sequence_length=256",
