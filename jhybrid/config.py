@@ -38,6 +38,23 @@ def _require_multiple(name: str, value: int, of_name: str, of: int) -> None:
 
 
 @_frozen
+class RopeScaling:
+    """Llama 3.1's stretching of slow rotations; see `layers.rotary_frequencies`."""
+
+    factor: float
+    low_turns: float  # slower than this in original_length: turns factor times slower
+    high_turns: float  # faster than this: as trained; between them, between both
+    original_length: int  # tokens
+
+    def __post_init__(self):
+        _require_positive("rope_scaling", self, "factor", "low_turns", "original_length")
+        require(
+            self.high_turns > self.low_turns,
+            f"rope_scaling.high_turns={self.high_turns} must exceed low_turns={self.low_turns}",
+        )
+
+
+@_frozen
 class SoftmaxConfig:
     """Causal softmax attention with grouped key/value heads."""
 
@@ -45,6 +62,8 @@ class SoftmaxConfig:
     num_kv_heads: int
     head_dim: int
     rope_theta: float | None = 10_000.0  # None: no position encoding
+    rope_scaling: RopeScaling | None = None
+    qkv_bias: bool = False  # of the q, k and v projections
     qk_norm: bool = False
     window: int | None = None  # keys each query sees, itself included
 
@@ -52,6 +71,10 @@ class SoftmaxConfig:
         _require_positive("mixer", self, "num_heads", "head_dim", "rope_theta", "window")
         _require_multiple("mixer.num_heads", self.num_heads, "num_kv_heads", self.num_kv_heads)
         require(self.head_dim % 2 == 0 or self.rope_theta is None, "mixer.head_dim must be even")
+        require(
+            self.rope_scaling is None or self.rope_theta is not None,
+            "mixer.rope_scaling needs mixer.rope_theta",
+        )
 
 
 @_frozen

@@ -1,9 +1,10 @@
 """The small modules every mixer and block is made of; none of them lets tokens see each other
 except ShortConv.
 
-Parameters are created as N(0, 0.02) (norm scales as 1) in `param_dtype` and carry logical axis
-names. Matrices multiply in `dtype`; norms and the convolution compute in fp32 and return the dtype
-they were given. "fp32" means float64 for float64 inputs, so that everything can be checked there.
+Parameters are created as N(0, 0.02) (norm scales as 1, biases as 0) in `param_dtype` and carry
+logical axis names. Matrices multiply in `dtype`; norms and the convolution compute in fp32 and
+return the dtype they were given. "fp32" means float64 for float64 inputs, so that everything can be
+checked there.
 """
 
 from functools import partial
@@ -12,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jhybrid.config import SwiGLUConfig
+from jhybrid.config import RopeScaling, SwiGLUConfig
 from pallas_kernels.array_types import Array, Float, Int
 
 INIT_STD = 0.02
@@ -42,16 +43,37 @@ def l2_normalise(x: Float[Array, "*batch K"], eps: float = 1e-6) -> Float[Array,
     return (wide * jax.lax.rsqrt(jnp.sum(wide * wide, -1, keepdims=True) + eps)).astype(x.dtype)
 
 
+def rotary_frequencies(
+    half: int, theta: float, scaling: RopeScaling | None, dtype: jnp.dtype
+) -> Float[Array, "half"]:
+    """Radians per token of each channel pair: f_i = theta^(-i/half).
+
+    With `scaling`, Llama 3.1's: a pair that makes n = original_length f / 2 pi turns within the
+    length it was trained on gets f (s + (1 - s) / factor), with s = (n - low) / (high - low) cut
+    to [0, 1] (arXiv 2407.21783; rule as in the released code).
+    """
+    frequency = theta ** (-jnp.arange(half, dtype=dtype) / half)
+    if scaling is None:
+        return frequency
+    turns = scaling.original_length * frequency / (2 * jnp.pi)
+    kept = (turns - scaling.low_turns) / (scaling.high_turns - scaling.low_turns)
+    kept = jnp.clip(kept, 0, 1)
+    return frequency * (kept + (1 - kept) / scaling.factor)
+
+
 def rotate(
-    x: Float[Array, "B T H K"], positions: Int[Array, "B T"], theta: float
+    x: Float[Array, "B T H K"],
+    positions: Int[Array, "B T"],
+    theta: float,
+    scaling: RopeScaling | None = None,
 ) -> Float[Array, "B T H K"]:
-    """Rotary position embedding, half-split: pairs (i, i + K/2) turn by position * theta^(-2i/K).
+    """Rotary position embedding, half-split: pairs (i, i + K/2) turn by position * f_i.
 
     RoFormer, arXiv 2104.09864, in GPT-NeoX's layout. Angles are fp32.
     """
     half = x.shape[-1] // 2
     wide = upcast(x)
-    frequency = theta ** (-jnp.arange(half, dtype=wide.dtype) / half)
+    frequency = rotary_frequencies(half, theta, scaling, wide.dtype)
     angle = positions[:, :, None, None].astype(wide.dtype) * frequency
     first, second = wide[..., :half], wide[..., half:]
     cos, sin = jnp.cos(angle), jnp.sin(angle)
@@ -60,7 +82,7 @@ def rotate(
 
 
 class Linear(nnx.Module):
-    """y = x W with W [in, out], without bias; `wide` keeps the fp32 accumulator as the result."""
+    """y = x W, or x W + b, with W [in, out]; `wide` keeps the fp32 accumulator as the result."""
 
     def __init__(
         self,
@@ -71,15 +93,19 @@ class Linear(nnx.Module):
         dtype: str,
         param_dtype: str,
         rngs: nnx.Rngs,
+        bias: bool = False,
         wide: bool = False,
     ):
         self.weight = nnx.Param(normal(rngs, (in_dim, out_dim), param_dtype), axes=axes)
+        zeros = jnp.zeros((out_dim,), param_dtype)
+        self.bias = nnx.Param(zeros, axes=axes[1:]) if bias else None
         self.dtype = jnp.dtype(dtype)
         self.out_dtype = jnp.promote_types(dtype, jnp.float32) if wide else self.dtype
 
     def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch F"]:
         weight = self.weight[...].astype(self.dtype)
-        return jnp.matmul(x.astype(self.dtype), weight, preferred_element_type=self.out_dtype)
+        y = jnp.matmul(x.astype(self.dtype), weight, preferred_element_type=self.out_dtype)
+        return y if self.bias is None else y + self.bias[...].astype(self.out_dtype)
 
 
 class RMSNorm(nnx.Module):

@@ -12,19 +12,27 @@ from jhybrid.config import (
     ChunkRoutedConfig,
     GatedDeltaNetConfig,
     ModelConfig,
+    RopeScaling,
     SoftmaxConfig,
 )
 from jhybrid.mixers import Context, build_mixer
 
 DIM = 24
 CHUNK = 8
+SCALING = RopeScaling(factor=4.0, low_turns=0.5, high_turns=2.0, original_length=16)
 ROUTED = ChunkRoutedConfig(
     num_heads=2, key_dim=8, value_dim=16, num_softmax_heads=4, chunk_size=CHUNK
 )
 CONFIGS = {
-    "softmax": SoftmaxConfig(num_heads=4, num_kv_heads=2, head_dim=8),
+    "softmax": SoftmaxConfig(num_heads=4, num_kv_heads=2, head_dim=8, rope_scaling=SCALING),
     "softmax_window": SoftmaxConfig(
-        num_heads=2, num_kv_heads=2, head_dim=8, rope_theta=None, qk_norm=True, window=5
+        num_heads=2,
+        num_kv_heads=2,
+        head_dim=8,
+        rope_theta=None,
+        qkv_bias=True,
+        qk_norm=True,
+        window=5,
     ),
     "gated_delta_net": GatedDeltaNetConfig(
         num_heads=2, key_dim=8, value_dim=8, num_value_heads=4, negative_eigenvalues=True
@@ -99,6 +107,8 @@ def build(config):
     def grow(name, value):
         if value.ndim == 2:
             return 12 * value
+        if name.endswith("proj.bias"):
+            return 0.3 * jax.random.normal(next(keys), value.shape, value.dtype)
         return value * (1 + 0.2 * jax.random.normal(next(keys), value.shape, value.dtype))
 
     return Case(*nnx.split(mixer)).with_params(grow)

@@ -8,8 +8,17 @@ from closeness import assert_close
 from flax import nnx
 from jax.test_util import check_grads
 
-from jhybrid.config import SwiGLUConfig
-from jhybrid.layers import LayerNorm, Linear, RMSNorm, ShortConv, SwiGLU, l2_normalise, rotate
+from jhybrid.config import RopeScaling, SwiGLUConfig
+from jhybrid.layers import (
+    LayerNorm,
+    Linear,
+    RMSNorm,
+    ShortConv,
+    SwiGLU,
+    l2_normalise,
+    rotary_frequencies,
+    rotate,
+)
 
 X = np.random.default_rng(0).normal(size=(2, 11, 6)).astype(np.float32)
 RNGS = nnx.Rngs(0)
@@ -44,6 +53,15 @@ def test_linear_is_a_matrix_product_in_its_dtype_from_small_normal_weights():
     assert wide(x).dtype == jnp.float32
 
 
+def test_linear_adds_its_bias():
+    dtypes = {"dtype": "float32", "param_dtype": "float32"}
+    linear = Linear(6, 3, axes=("embed", "heads"), rngs=RNGS, bias=True, **dtypes)
+    assert linear.bias.get_metadata()["axes"] == ("heads",)
+    linear.bias[...] = jnp.array([1.0, -2.0, 3.0])
+    expected = X @ np.asarray(linear.weight[...]) + [1, -2, 3]
+    assert_close(linear(jnp.asarray(X)), expected, 1e-6)
+
+
 def test_swiglu_equals_its_formula():
     dtypes = {"dtype": "float32", "param_dtype": "float32"}
     swiglu = SwiGLU(SwiGLUConfig(width=10), 6, rngs=RNGS, **dtypes)
@@ -69,6 +87,28 @@ def test_rotation_makes_products_depend_on_distance_alone():
     turned = rotate(jnp.eye(8)[None, :1, None, :], jnp.array([[2]]), 100.0)[0, 0, 0]
     np.testing.assert_allclose(turned[jnp.array([0, 4])], [np.cos(2), np.sin(2)], rtol=1e-6)
     assert float(jnp.abs(turned).sum()) == pytest.approx(abs(np.cos(2)) + abs(np.sin(2)), rel=1e-6)
+
+
+def test_scaled_rotation_keeps_fast_pairs_slows_slow_ones_and_blends_between():
+    scaling = RopeScaling(factor=8.0, low_turns=1.0, high_turns=4.0, original_length=64)
+    plain = 100.0 ** (-np.arange(8) / 8)
+    expected = []
+    for frequency in plain:
+        wavelength = 2 * np.pi / frequency
+        if wavelength > 64 / 1:
+            expected.append(frequency / 8)
+        elif wavelength < 64 / 4:
+            expected.append(frequency)
+        else:
+            smooth = (64 / wavelength - 1) / (4 - 1)
+            expected.append((1 - smooth) * frequency / 8 + smooth * frequency)
+    changed = np.asarray(expected) / plain
+    assert changed.min() == 1 / 8 and changed.max() == 1 and len(set(changed)) > 3
+    found = rotary_frequencies(8, 100.0, scaling, jnp.dtype("float32"))
+    assert_close(found, expected, 1e-6)
+    x = jnp.ones((1, 1, 1, 16))
+    turned = rotate(x, jnp.array([[5]]), 100.0, scaling)[0, 0, 0, :8]
+    assert_close(turned, np.cos(5 * np.array(expected)) - np.sin(5 * np.array(expected)), 1e-5)
 
 
 def convolve(x, weight):

@@ -43,9 +43,10 @@ class Softmax(nnx.Module):
         linear = partial(
             Linear, dtype=model.compute_dtype, param_dtype=model.param_dtype, rngs=rngs
         )
-        self.q_proj = linear(model.dim, q_dim, axes=("embed", "heads"))
-        self.k_proj = linear(model.dim, kv_dim, axes=("embed", "heads"))
-        self.v_proj = linear(model.dim, kv_dim, axes=("embed", "heads"))
+        heads_in = partial(linear, axes=("embed", "heads"), bias=config.qkv_bias)
+        self.q_proj = heads_in(model.dim, q_dim)
+        self.k_proj = heads_in(model.dim, kv_dim)
+        self.v_proj = heads_in(model.dim, kv_dim)
         self.o_proj = linear(q_dim, model.dim, axes=("heads", "embed"))
         self.q_norm = norm()
         self.k_norm = norm()
@@ -85,8 +86,8 @@ class Softmax(nnx.Module):
         x = x.reshape(*x.shape[:2], -1, self.config.head_dim)
         if norm is not None:
             x = norm(x)
-        theta = self.config.rope_theta
-        return x if theta is None else rotate(x, context.positions, theta)
+        theta, scaling = self.config.rope_theta, self.config.rope_scaling
+        return x if theta is None else rotate(x, context.positions, theta, scaling)
 
 
 def _attend(
