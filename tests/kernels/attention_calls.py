@@ -53,3 +53,25 @@ def inputs(B=2, T=32, H=4, G=2, K=8, V=8, S=None, seed=0) -> dict:
 def cotangents_for(arguments: dict, seed: int = 1000):
     (B, T, H, _), V = arguments["q"].shape, arguments["v"].shape[3]
     return normal(seed, B, T, H, V), normal(seed + 1, B, H, T)
+
+
+def pack(documents: list[dict], lengths: list[int], block: int) -> tuple[dict, np.ndarray]:
+    """One row holding the documents from block boundaries on, zeros as padding between them."""
+    slots = [-(-length // block) * block for length in lengths]
+    ids = np.concatenate(
+        [
+            np.where(np.arange(slot) < length, n, -1)
+            for n, (slot, length) in enumerate(zip(slots, lengths, strict=True))
+        ]
+    )
+    row = {
+        name: jnp.concatenate(
+            [
+                jnp.pad(x[name], ((0, 0), (0, slot - x[name].shape[1]), (0, 0), (0, 0)))
+                for x, slot in zip(documents, slots, strict=True)
+            ],
+            axis=1,
+        )
+        for name in documents[0]
+    }
+    return row, ids[None]

@@ -5,7 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from closeness import assert_close
-from kernels.attention_calls import attend, cotangents_for, inputs, normal, outputs_and_gradients
+from kernels.attention_calls import (
+    attend,
+    cotangents_for,
+    inputs,
+    normal,
+    outputs_and_gradients,
+    pack,
+)
 
 from pallas_kernels import BlockMask, block_sparse_attention
 
@@ -107,28 +114,6 @@ def test_only_chosen_earlier_chunks_have_a_bias_gradient(implementation):
     gradient = outputs_and_gradients(implementation, arguments, fixed, cotangents)["dblock_bias"]
     reached = selected & (jnp.arange(4) < 3)  # nothing lies after the last chunk
     assert np.array_equal(gradient != 0, reached)
-
-
-def pack(documents: list[dict], lengths: list[int], block: int) -> tuple[dict, np.ndarray]:
-    """One row holding the documents from block boundaries on, zeros as padding between them."""
-    slots = [-(-length // block) * block for length in lengths]
-    ids = np.concatenate(
-        [
-            np.where(np.arange(slot) < length, n, -1)
-            for n, (slot, length) in enumerate(zip(slots, lengths, strict=True))
-        ]
-    )
-    row = {
-        name: jnp.concatenate(
-            [
-                jnp.pad(x[name], ((0, 0), (0, slot - x[name].shape[1]), (0, 0), (0, 0)))
-                for x, slot in zip(documents, slots, strict=True)
-            ],
-            axis=1,
-        )
-        for name in documents[0]
-    }
-    return row, ids[None]
 
 
 @each_implementation

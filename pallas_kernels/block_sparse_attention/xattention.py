@@ -1,0 +1,179 @@
+"""XAttention's choice of key blocks (Xu et al., arXiv 2503.16428): antidiagonal scores, kept mass.
+
+It only chooses, for `BlockMask.from_blocks`; no gradient passes through the choice. The scores of
+one group of query blocks are all that exists at a time.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.array_types import Array, Bool, Float, Int
+from pallas_kernels.block_sparse_attention.block_mask import document_starts
+from pallas_kernels.blocks import cdiv, pad_to_multiple, split_chunks
+
+GROUP_TOKENS, MAX_SPANS = 1024, 4
+
+
+def xattention_select(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T G K"],
+    *,
+    block_size: int = 128,
+    stride: int = 16,
+    threshold: float = 0.9,
+    scale: float | None = None,
+    segment_ids: Int[Array, "B T"] | None = None,
+) -> Bool[Array, "B H N N"]:
+    """The key blocks that carry most of each query block's attention, as `from_blocks` takes them.
+
+    With s = `stride`, the tokens stand in tiles of s, and a pair of tiles has the score
+
+        A_in = scale / s sum_{j < s} q_{i s + s - 1 - j} . k_{n s + j}            n <= i
+
+    the sum along one antidiagonal of the s x s pairs. Its softmax over n, summed over the tiles of
+    a query block and of a key block, is the mass of that pair of blocks. A query block keeps its
+    own block, the first block of its document, and then the heaviest others, in descending order,
+    until what it keeps reaches `threshold` of its mass; of equals the earlier.
+
+    Every query head chooses for itself; k is not repeated. A document is a run of equal segment
+    ids >= 0. A packed row keeps what its documents keep alone when they start on block boundaries;
+    a tile or block shared by two documents is scored as one. A block of padding keeps nothing.
+
+    Args:
+      stride: tokens in a tile; it divides `block_size`.
+      threshold: in (0, 1].
+      scale: K ** -0.5 by default.
+
+    Raises:
+      ValueError, TypeError: for shapes, dtypes and sizes that disagree, naming both.
+    """
+    _check(q, k, block_size, stride, threshold, segment_ids)
+    B, T, H, K = q.shape
+    G = k.shape[2]
+    N, tiles = cdiv(T, block_size), block_size // stride
+    if segment_ids is None:
+        segment_ids = jnp.zeros((B, T), jnp.int32)
+    # padding tokens, of the row or of its last block, score as zeros
+    real = pad_to_multiple(segment_ids >= 0, block_size, axis=1)
+    start = pad_to_multiple(document_starts(segment_ids), block_size, axis=1)
+    q, k = (
+        jnp.where(
+            real[..., None, None], pad_to_multiple(lax.stop_gradient(x), block_size, axis=1), 0
+        )
+        for x in (q, k)
+    )
+    first_tile, first_block = (_first_start(real, start, size) for size in (stride, block_size))
+    # the antidiagonal: a query tile is read backwards
+    queries = split_chunks(q, stride)[:, :, ::-1].reshape(B, N * tiles, stride, G, H // G, K)
+    keys = split_chunks(k, stride)
+
+    masses = []
+    for begin, end, group in _spans(N, block_size):
+        near = keys[:, : end * tiles]
+
+        def mass_of(i, near=near, end=end, group=group):
+            """Query blocks [i, i + group) against the first `end` key blocks."""
+            rows = lax.dynamic_slice_in_dim(queries, i * tiles, group * tiles, axis=1)
+            tile = i * tiles + jnp.arange(group * tiles)
+            first = lax.dynamic_slice_in_dim(first_tile, i * tiles, group * tiles, axis=1)
+            mass = _mass(rows, near, tile, first, (K**-0.5 if scale is None else scale) / stride)
+            return mass.reshape(B, H, group, tiles, end, tiles).sum((3, 5))
+
+        mass = lax.map(mass_of, jnp.arange(begin, end, group))  # [n, B, H, group, end]
+        mass = mass.transpose(1, 2, 0, 3, 4).reshape(B, H, end - begin, end)
+        masses.append(jnp.pad(mass, ((0, 0), (0, 0), (0, 0), (0, N - end))))
+    return _heaviest(jnp.concatenate(masses, axis=2), first_block, threshold)
+
+
+def _first_start(
+    real: Bool[Array, "B T"], start: Int[Array, "B T"], size: int
+) -> Int[Array, "B N"]:
+    """For each piece of `size` tokens: the piece in which its first real token's document starts.
+
+    One after the last piece where the piece holds padding only.
+    """
+    pieces = real.shape[1] // size
+    start = jnp.where(real, start // size, pieces)
+    return split_chunks(start, size).min(2)  # later documents of a piece start later
+
+
+def _mass(
+    queries: Float[Array, "B i s G r K"],
+    keys: Float[Array, "B n s G K"],
+    tile: Int[Array, "i"],
+    first: Int[Array, "B i"],
+    scale: float,
+) -> Float[Array, "B H i n"]:
+    """Softmax over the key tiles first <= n <= tile of each query tile; 0 where there is none."""
+    exact = jnp.promote_types(queries.dtype, jnp.float32)
+    scores = scale * jnp.einsum(
+        "bisgrk,bnsgk->bgrin",
+        queries,
+        keys,
+        precision=lax.Precision.HIGHEST if queries.dtype == exact else None,
+        preferred_element_type=exact,
+    )
+    B, G, r, i, n = scores.shape
+    key = jnp.arange(n)
+    seen = (key <= tile[:, None]) & (key >= first[..., None])  # [B, i, n]
+    return jax.nn.softmax(scores.reshape(B, G * r, i, n), where=seen[:, None])
+
+
+def _heaviest(
+    mass: Float[Array, "B H N N"], first: Int[Array, "B N"], threshold: float
+) -> Bool[Array, "B H N N"]:
+    """The forced blocks and the shortest prefix of the others that reaches the threshold."""
+    key = jnp.arange(mass.shape[-1])
+    own, first = key[:, None], first[..., None]
+    allowed = ((key <= own) & (key >= first))[:, None]
+    forced = allowed & ((key == own) | (key == first))[:, None]
+    others = jnp.where(allowed & ~forced, mass, 0)
+    order = jnp.argsort(others, axis=-1, descending=True, stable=True)
+    descending = jnp.take_along_axis(others, order, axis=-1)
+    before = jnp.cumsum(descending, axis=-1) - descending
+    reached = jnp.where(forced, mass, 0).sum(-1, keepdims=True) + before
+    count = (reached < threshold * mass.sum(-1, keepdims=True)).sum(-1, keepdims=True)
+    rank = jnp.argsort(order, axis=-1)
+    return allowed & (forced | (rank < count))
+
+
+def _spans(N: int, block_size: int) -> list[tuple[int, int, int]]:
+    """Cuts N query blocks into (begin, end, blocks at a time); a span sees no key after its end."""
+    group = max(1, min(GROUP_TOKENS // block_size, N // MAX_SPANS))
+    groups, rest = divmod(N, group)
+    length = max(1, cdiv(groups, MAX_SPANS)) * group
+    spans = [(i, min(i + length, groups * group), group) for i in range(0, groups * group, length)]
+    return spans + [(N - rest, N, rest)] * (rest > 0)
+
+
+def _check(
+    q: Array, k: Array, block_size: int, stride: int, threshold: float, segment_ids: Array | None
+) -> None:
+    for name, array in (("q", q), ("k", k)):
+        if array.ndim != 4:
+            raise ValueError(f"{name} must be [batch, time, heads, dim], got {array.shape}")
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            raise TypeError(f"{name} must be floating, got {array.dtype}")
+        if 0 in array.shape:
+            raise ValueError(f"{name} is empty: {array.shape}")
+    if q.dtype != k.dtype:
+        raise TypeError(f"q is {q.dtype} but k is {k.dtype}")
+    if q.shape[0] != k.shape[0]:
+        raise ValueError(f"q has batch {q.shape[0]}, k has batch {k.shape[0]}")
+    if q.shape[1] != k.shape[1]:
+        raise ValueError(f"q has {q.shape[1]} tokens, k has {k.shape[1]}: whole rows are scored")
+    if q.shape[2] % k.shape[2]:
+        raise ValueError(f"{q.shape[2]} query heads are not a multiple of {k.shape[2]} key heads")
+    if q.shape[3] != k.shape[3]:
+        raise ValueError(f"q has head dim {q.shape[3]}, k has {k.shape[3]}")
+    if stride < 1 or block_size < 1 or block_size % stride:
+        raise ValueError(f"stride={stride} must divide block_size={block_size}")
+    if not 0 < threshold <= 1:
+        raise ValueError(f"threshold={threshold} must be in (0, 1]")
+    if segment_ids is None:
+        return
+    if not jnp.issubdtype(segment_ids.dtype, jnp.integer):
+        raise TypeError(f"segment_ids must be integer, got {segment_ids.dtype}")
+    if segment_ids.shape != q.shape[:2]:
+        raise ValueError(f"segment_ids must be {list(q.shape[:2])}, got {list(segment_ids.shape)}")
