@@ -28,7 +28,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import dispatch
 
-OPS = ("gated_delta_rule",)
+OPS = ("gated_delta_rule", "simple_linear_attention")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from pallas_kernels.array_types import Array, Float, Int
@@ -24,6 +25,7 @@ def reset_counts(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
     return jnp.cumsum(jnp.pad(changes, ((0, 0), (1, 0))), axis=1, dtype=jnp.int32)
 
 
+@jax.custom_vjp
 def chunk_decays(
     g: Float[Array, "*G C"],
     resets: tuple[Int[Array, "N B"], Int[Array, "N B C"]] | None,
@@ -82,3 +84,36 @@ def log_decay_gradient(
     # Shifted, not `cumsum - out`: the last token's `out` is 1 and would swamp small gradients.
     earlier = jnp.pad(out[..., :-1], [(0, 0)] * (out.ndim - 1) + [(1, 0)])
     return after + jnp.cumsum(earlier, -1) + through[..., None]
+
+
+def _decays_forward(g, resets):
+    decays = chunk_decays(g, resets)
+    return decays, decays
+
+
+def _decays_backward(decays: Decays, cotangents: Decays):
+    return log_decay_gradient(*jax.tree.map(jnp.multiply, decays, cotangents)), None
+
+
+chunk_decays.defvjp(_decays_forward, _decays_backward)
+
+
+def write_weights(
+    write_mask: Float[Array, "*G U"], unit: int, tile: int
+) -> tuple[Float[Array, "*G C C"], Float[Array, "*G C"]]:
+    """Weights of chunks of `unit` tokens as factors of `Decays.pair` and `out` of a tile.
+
+    A chunk's writes have its weight in what later chunks see, and weight 1 inside the chunk.
+    """
+    by_token = jnp.repeat(write_mask, unit, axis=-1)
+    chunk = jnp.arange(tile) // unit
+    crossing = chunk[:, None] != chunk[None, :]
+    return jnp.where(crossing, by_token[..., None, :], 1), by_token
+
+
+def weighted(decays: Decays, write_mask: Float[Array, "*G U"] | None, unit: int) -> Decays:
+    """`decays` with what each chunk writes weighted by `write_mask`."""
+    if write_mask is None:
+        return decays
+    pair, out = write_weights(write_mask, unit, decays.out.shape[-1])
+    return decays._replace(pair=decays.pair * pair, out=decays.out * out)

@@ -3,9 +3,34 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.array_types import Array, Float, Int
+from pallas_kernels.array_types import Array, Bool, Float, Int
 
 _HIGHEST = jax.lax.Precision.HIGHEST
+
+
+def kept(
+    segment_ids: Int[Array, "B T"] | None, shape: tuple[int, int], dtype: jnp.dtype
+) -> Float[Array, "B T"]:
+    """The factor of the state before each token: 0 where the segment changes, else 1."""
+    if segment_ids is None:
+        return jnp.ones(shape, dtype)
+    changes = segment_ids[:, 1:] != segment_ids[:, :-1]
+    return 1 - jnp.pad(changes, ((0, 0), (1, 0))).astype(dtype)
+
+
+def chunk_ends(
+    write_mask: Float[Array, "B N H"] | None,
+    shape: tuple[int, int, int],
+    chunk_size: int,
+    dtype: jnp.dtype,
+) -> tuple[Float[Array, "T B H"], Bool[Array, "T"]]:
+    """The weight of each token's chunk, and whether the chunk closes after the token."""
+    B, T, H = shape
+    token = jnp.arange(T)
+    closes = (token % chunk_size == chunk_size - 1) | (token == T - 1)
+    if write_mask is None:
+        return jnp.ones((T, B, H), dtype), closes
+    return jnp.moveaxis(write_mask.astype(dtype), 1, 0)[token // chunk_size], closes
 
 
 def gated_delta_rule(
@@ -33,17 +58,8 @@ def gated_delta_rule(
     B, T, H, _ = v.shape
     dtype = initial_state.dtype
     q, k = (jnp.repeat(x.astype(dtype), H // x.shape[2], axis=2) for x in (q, k))
-    token = jnp.arange(T)
-    closes = (token % chunk_size == chunk_size - 1) | (token == T - 1)
-    if write_mask is None:
-        weight = jnp.ones((T, B, H), dtype)
-    else:
-        weight = jnp.moveaxis(write_mask.astype(dtype), 1, 0)[token // chunk_size]
-    if segment_ids is None:
-        keep = jnp.ones((B, T), dtype)
-    else:
-        changes = segment_ids[:, 1:] != segment_ids[:, :-1]
-        keep = 1 - jnp.pad(changes, ((0, 0), (1, 0))).astype(dtype)
+    keep = kept(segment_ids, (B, T), dtype)
+    weight, closes = chunk_ends(write_mask, (B, T, H), chunk_size, dtype)
 
     def step(carry, token_inputs):
         state, base = carry  # [B, H, K, V] each

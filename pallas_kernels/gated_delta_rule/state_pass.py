@@ -79,6 +79,19 @@ def pass_state(
     return before, after
 
 
+def pass_decayed(
+    through: Float[Array, "N ..."], write: Float[Array, "N *batch K V"], state: Array
+) -> tuple[Float[Array, "N *batch K V"], Float[Array, "*batch K V"]]:
+    """`pass_state` of maps without `erase`; `through` broadcasts against the state."""
+
+    def step(state, affine):
+        through, write = affine
+        return through * state + write, state
+
+    after, before = jax.lax.scan(step, state, (through, write), unroll=_UNROLL)
+    return before, after
+
+
 def entering_states(
     maps: AffineMap, initial: Float[Array, "*batch K V"], product: Product
 ) -> tuple[Float[Array, "N S *batch K V"], Float[Array, "*batch K V"], AffineMap]:

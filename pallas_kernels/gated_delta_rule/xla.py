@@ -17,12 +17,14 @@ from pallas_kernels.array_types import Array, Float, Int
 from pallas_kernels.blocks import cdiv, pad_to_multiple, split_chunks
 from pallas_kernels.gated_delta_rule import state_pass
 from pallas_kernels.gated_delta_rule.decays import (
-    Decays,
     chunk_decays,
     log_decay_gradient,
     reset_counts,
+    weighted,
+    write_weights,
 )
 from pallas_kernels.gated_delta_rule.triangular import unit_lower_inverse
+from pallas_kernels.products import einsum
 
 
 class Tiling(NamedTuple):
@@ -53,13 +55,7 @@ class _Options:
     stretches: int
 
     def product(self, spec: str, x: Array, y: Array, *, like: Array) -> Array:
-        """An einsum of operands in the dtype of `like` (q, k, v), accumulated in fp32 or wider."""
-        accumulator = jnp.promote_types(like.dtype, jnp.float32)
-        precision = self.precision
-        if precision is None and like.dtype == accumulator:
-            precision = jax.lax.Precision.HIGHEST
-        x, y = x.astype(like.dtype), y.astype(like.dtype)
-        return jnp.einsum(spec, x, y, precision=precision, preferred_element_type=accumulator)
+        return einsum(spec, x, y, like.dtype, self.precision)
 
 
 def gated_delta_rule(
@@ -133,22 +129,6 @@ def _outputs(options, q, k, v, g, beta, write_mask, initial, resets) -> tuple[Ar
 _over_chunks = jax.custom_vjp(_outputs, nondiff_argnums=(0,))
 
 
-def _weights(options, write_mask, tile):
-    """`write_mask` as factors of `Decays.pair` (where the two tokens' chunks differ) and `out`."""
-    by_token = jnp.repeat(write_mask, options.unit, axis=-1)
-    chunk = jnp.arange(tile) // options.unit
-    crossing = chunk[:, None] != chunk[None, :]
-    return jnp.where(crossing, by_token[..., None, :], 1), by_token
-
-
-def _masked(options, decays: Decays, write_mask) -> Decays:
-    """A chunk's writes, seen by later chunks, have the weight of the chunk."""
-    if write_mask is None:
-        return decays
-    pair, out = _weights(options, write_mask, decays.out.shape[-1])
-    return decays._replace(pair=decays.pair * pair, out=decays.out * out)
-
-
 def _chunk_maps(options, k, v, beta, decays, inverse):
     """W and U of every chunk and its affine map of the state: (I + L) Vn = Z makes Vn = U - W S."""
     product = functools.partial(options.product, like=k)
@@ -205,7 +185,7 @@ def _attention(options, q, k, decays):
 
 def _forward(options, q, k, v, g, beta, write_mask, initial, resets):
     product = functools.partial(options.product, like=k)
-    decays = _masked(options, chunk_decays(g, resets), write_mask)
+    decays = weighted(chunk_decays(g, resets), write_mask, options.unit)
     similarity = product("nbhik,nbhjk->nbhij", k, k)[:, :, :, None]
     strict = jnp.tril(beta[..., None] * similarity * decays.pair, -1)
     # TF32, on a GPU, has more digits than the bf16 the inverse is rounded to.
@@ -228,7 +208,7 @@ def _backward(options, residuals, cotangents):
     dtype = k.dtype
     scale = options.scale
     product = functools.partial(options.product, like=k)
-    decays = _masked(options, chunk_decays(g, resets), write_mask)
+    decays = weighted(chunk_decays(g, resets), write_mask, options.unit)
     w, u, affine = _chunk_maps(options, k, v, beta, decays, inverse)
     entering, _, stretches = _entering(options, affine, initial, k)
     new = (u - product("nbhrck,nbhrkv->nbhrcv", w, entering)).astype(dtype)
@@ -275,7 +255,8 @@ def _backward(options, residuals, cotangents):
     dmask = None
     if write_mask is not None:
         whole = chunk_decays(g, resets)
-        _, weights_pullback = jax.vjp(lambda mask: _weights(options, mask, g.shape[-1]), write_mask)
+        weights = functools.partial(write_weights, unit=options.unit, tile=g.shape[-1])
+        _, weights_pullback = jax.vjp(weights, write_mask)
         (dmask,) = weights_pullback((dpair * whole.pair, dout * whole.out))
     return dq.astype(dtype), dk.astype(dtype), dv, dg, dbeta, dmask, dinitial, None
 
