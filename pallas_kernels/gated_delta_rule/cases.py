@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from pallas_kernels.array_types import Array
 from pallas_kernels.blocks import cdiv
 from pallas_kernels.gated_delta_rule.api import Problem
+from pallas_kernels.work import Work
 
 _BF16 = {"o": 5e-3, "final_state": 5e-3, "dg": 2e-2, "dbeta": 2e-2, "dwrite_mask": 2e-2}
 _BF16 |= dict.fromkeys(("dq", "dk", "dv", "dinitial_state"), 8e-3)
@@ -71,6 +72,20 @@ class Case:
             chunk_size=self.chunk_size,
             write_mask=self.write_mask,
             segments=bool(self.documents),
+        )
+
+    def work(self, dtype: str, backward: bool) -> Work:
+        """The delta rule's 6 K V operations a token and value head, thrice that with gradients."""
+        arguments, _, outputs = jax.eval_shape(lambda key: self.draw(key, dtype), jax.random.key(0))
+        given, produced = (
+            sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+            for tree in (arguments, outputs)
+        )
+        return Work(
+            units=self.B * self.H * cdiv(self.T, 128),
+            unit="head and 128 tokens",
+            flops=(3 if backward else 1) * 6.0 * self.B * self.T * self.H * self.K * self.V,
+            bytes=3 * given + 2 * produced if backward else given + produced,
         )
 
     def times(self, factor: int) -> "Case":
