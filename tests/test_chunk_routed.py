@@ -16,7 +16,7 @@ from jhybrid.mixers import Context
 
 LENGTH = 28  # three chunks and a half
 N = 4
-pytestmark = pytest.mark.usefixtures("float64")
+pytestmark = pytest.mark.usefixtures("float64", "quick_compile")
 
 VARIANTS = {
     "published": ROUTED,

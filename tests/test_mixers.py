@@ -13,7 +13,7 @@ from jhybrid.sharding import make_mesh
 
 LENGTH = 27  # three chunks and a part
 every_mixer = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-pytestmark = pytest.mark.usefixtures("float64")
+pytestmark = pytest.mark.usefixtures("float64", "quick_compile")
 
 
 def full_rows(case):

@@ -167,6 +167,7 @@ def test_a_document_packed_with_others_gives_the_same_outputs_and_gradients_as_a
         assert_close(packed_grads[path], gradient / counted, 5e-5, path, floor=1e-9)
 
 
+@pytest.mark.slow
 def test_loss_and_gradients_on_eight_devices_equal_one_device():
     mesh = MeshConfig(data=2, fsdp=2, tensor=2)
     actual = loss_and_gradients(THREE_KINDS, batch(*DOCUMENTS, rows=8), mesh)

@@ -15,6 +15,8 @@ from jhybrid.config import MeshConfig
 from jhybrid.sharding import make_mesh
 from jhybrid.training.step import Program
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 SEED = np.asarray([0, 3], np.uint32)
 
 
@@ -83,8 +85,10 @@ def test_accumulation_sums_in_float32_when_parameters_are_bfloat16():
 
 @pytest.mark.parametrize(
     "mesh",
-    [MeshConfig(data=2, fsdp=2, tensor=2), MeshConfig(fsdp=4, tensor=2)],
-    ids=["data2_fsdp2_tensor2", "fsdp4_tensor2"],
+    [
+        pytest.param(MeshConfig(data=2, fsdp=2, tensor=2), id="data2_fsdp2_tensor2"),
+        pytest.param(MeshConfig(fsdp=4, tensor=2), id="fsdp4_tensor2", marks=pytest.mark.slow),
+    ],
 )
 def test_eight_devices_take_the_same_step_as_one(mesh):
     one = steps(tiny.config())
