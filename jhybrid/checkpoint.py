@@ -24,6 +24,7 @@ import grain
 import jax
 import orbax.checkpoint as ocp
 from flax import nnx
+from jax.experimental import multihost_utils
 
 from jhybrid.commandline import Parser, run
 from jhybrid.config import Experiment
@@ -103,6 +104,21 @@ def prepare_workdir(workdir: Path) -> None:
         raise UserError(f"--workdir {workdir}: cannot be written ({error.strerror})") from None
 
 
+def latest(workdir: Path) -> tuple[int, Experiment] | None:
+    """The last durable step of a workdir and the experiment that wrote it; None without one.
+
+    Creates nothing, and every process of a run gets the same answer.
+    """
+    found = None
+    if (workdir / "checkpoints").is_dir():
+        with _reader(workdir) as manager:
+            step = manager.latest_step()
+            found = None if step is None else (step, _config(manager, step))
+    if jax.process_count() > 1:  # before the first of them creates the folder
+        multihost_utils.sync_global_devices("the workdir's latest checkpoint is known")
+    return found
+
+
 def write_whole(path: Path, text: str) -> None:
     """Writes a file that is either the old one or the new one, never a part."""
     partial = path.with_name(f".{path.name}-{os.getpid()}")
@@ -123,14 +139,6 @@ class Checkpoints:
             max_to_keep=keep, cleanup_tmp_directories=True, enable_async_checkpointing=True
         )
         self._manager = ocp.CheckpointManager(self._root.absolute(), options=options)
-
-    def latest_step(self) -> int | None:
-        """The last step that is durable."""
-        return self._manager.latest_step()
-
-    def config(self, step: int) -> Experiment:
-        """The experiment that wrote the checkpoint of `step`."""
-        return _config(self._manager, step)
 
     def save(
         self,
@@ -179,6 +187,11 @@ class Checkpoints:
     def close(self) -> None:
         self.wait()
         self._manager.close()
+
+
+def _reader(workdir: Path) -> ocp.CheckpointManager:
+    options = ocp.CheckpointManagerOptions(create=False, enable_async_checkpointing=False)
+    return ocp.CheckpointManager((workdir / "checkpoints").absolute(), options=options)
 
 
 def _restore(manager: ocp.CheckpointManager, step: int, items: ocp.args.Composite) -> Any:
@@ -275,11 +288,9 @@ def _require_same_shapes(path: Path, stored: Mapping, wanted: Mapping) -> None:
 
 
 def _read_workdir(workdir: Path) -> tuple[Experiment, dict[str, jax.Array]]:
-    root = workdir / "checkpoints"
-    if not root.is_dir():
+    if not (workdir / "checkpoints").is_dir():
         raise UserError(f"{workdir}: neither a run's workdir (checkpoints/) nor an export")
-    options = ocp.CheckpointManagerOptions(create=False, enable_async_checkpointing=False)
-    with ocp.CheckpointManager(root.absolute(), options=options) as manager:
+    with _reader(workdir) as manager:
         step = manager.latest_step()
         if step is None:
             raise UserError(f"{workdir}: no checkpoint has been written yet")

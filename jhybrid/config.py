@@ -5,6 +5,7 @@ A config file is a Python file with `def config() -> Experiment`. Variants are m
 """
 
 import dataclasses
+import math
 import re
 from collections.abc import Sequence
 from typing import Literal, TypeVar, dataclass_transform
@@ -27,7 +28,8 @@ def require(condition: bool, message: str) -> None:
 def _require_positive(owner: str, config: object, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
-        require(value is None or value > 0, f"{owner}.{name}={value} must be positive")
+        positive = value is None or 0 < value < math.inf
+        require(positive, f"{owner}.{name}={value} must be positive and finite")
 
 
 def _require_multiple(name: str, value: int, of_name: str, of: int) -> None:
@@ -275,16 +277,13 @@ class DataConfig:
     def __post_init__(self):
         require(len(self.sources) > 0, "data.sources must not be empty")
         require(
-            all(s.weight > 0 for s in self.sources), "data.sources: every weight must be positive"
+            all(0 < s.weight < math.inf for s in self.sources),
+            "data.sources: every weight must be positive and finite",
         )
-        require(
-            self.sequence_length > 0 and self.batch_size > 0,
-            "data.sequence_length and data.batch_size must be positive",
-        )
+        _require_positive("data", self, "sequence_length", "batch_size", "document_alignment")
         require(self.seed >= 0, "data.seed must not be negative")
         require(self.num_workers >= 0, "data.num_workers must not be negative")
         require(0 < self.validation_fraction < 1, "data.validation_fraction must lie in (0, 1)")
-        require(self.document_alignment > 0, "data.document_alignment must be positive")
 
 
 # ---- Optimizer, devices, run ----
@@ -312,10 +311,10 @@ class OptimizerConfig:
     frozen_dtype: Literal["bfloat16", "float32"] | None = None  # None: model.param_dtype
 
     def __post_init__(self):
-        for name in ("learning_rate", "clip_norm", "eps"):
-            require(getattr(self, name) > 0, f"optimizer.{name} must be positive")
+        _require_positive("optimizer", self, "learning_rate", "clip_norm", "eps")
         for name in ("warmup_steps", "decay_steps", "weight_decay"):
-            require(getattr(self, name) >= 0, f"optimizer.{name} must not be negative")
+            value = getattr(self, name)
+            require(0 <= value < math.inf, f"optimizer.{name}={value} must be finite, at least 0")
         for name in ("beta1", "beta2"):
             require(0 <= getattr(self, name) < 1, f"optimizer.{name} must lie in [0, 1)")
         require(0 <= self.final_fraction <= 1, "optimizer.final_fraction must lie in [0, 1]")

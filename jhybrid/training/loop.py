@@ -14,7 +14,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from jhybrid import data
-from jhybrid.checkpoint import Checkpoints, check_resumable, prepare_workdir, write_whole
+from jhybrid.checkpoint import Checkpoints, check_resumable, latest, prepare_workdir, write_whole
 from jhybrid.config import Experiment
 from jhybrid.errors import UserError
 from jhybrid.model import flops_per_token
@@ -40,26 +40,41 @@ class Options:
 
 
 def run(experiment: Experiment, options: Options) -> None:
-    """Trains until the last step, or until SIGTERM or SIGINT; resumes if the workdir can be."""
+    """Trains until the last step, or until SIGTERM or SIGINT; resumes if the workdir can be.
+
+    Bad input, what no op implementation can run included, is refused before anything is written.
+    """
     data.check_vocabulary(data.load_tokenizer(experiment.data.tokenizer), experiment.model)
     mesh = make_mesh(experiment.mesh)
     rows, processes = experiment.mesh.data * experiment.mesh.fsdp, jax.process_count()
     if rows % processes:
         raise UserError(f"mesh.data*mesh.fsdp={rows} must be a multiple of {processes} processes")
-    prepare_workdir(options.workdir)
-    checkpoints = Checkpoints(options.workdir, experiment.training.keep_checkpoints)
-    with contextlib.closing(checkpoints):
-        step = checkpoints.latest_step()
-        if step is None and options.resume:
-            raise UserError(f"--resume: {options.workdir} holds no checkpoint")
-        if step is not None:
-            check_resumable(experiment, checkpoints.config(step), options.workdir)
-            if step >= experiment.training.steps:
-                if jax.process_index() == 0:
-                    print(f"{options.workdir} is finished: its checkpoint has {step} steps")
-                return
-        with jax.set_mesh(mesh), _catch_signals() as signals:
-            _Run(experiment, options, mesh, checkpoints, signals).go(step)
+    step = _resume_step(experiment, options)
+    if step is not None and step >= experiment.training.steps:
+        if jax.process_index() == 0:
+            print(f"{options.workdir} is finished: its checkpoint has {step} steps")
+        return
+    with jax.set_mesh(mesh), _catch_signals() as signals:
+        run = _Run(experiment, options, mesh, signals)
+        prepare_workdir(options.workdir)
+        checkpoints = Checkpoints(options.workdir, experiment.training.keep_checkpoints)
+        with contextlib.closing(checkpoints):
+            run.go(checkpoints, step)
+
+
+def _resume_step(experiment: Experiment, options: Options) -> int | None:
+    """The step of the checkpoint to go on from; None to begin."""
+    found = latest(options.workdir)
+    if found is None and options.resume:
+        raise UserError(f"--resume: {options.workdir} holds no checkpoint")
+    if found is not None:
+        check_resumable(experiment, found[1], options.workdir)
+    first, steps = 0 if found is None else found[0], experiment.training.steps
+    if options.profile is not None and first < steps:
+        start, stop = options.profile
+        if not first <= start < stop <= steps:
+            raise UserError(f"--profile {start}:{stop}: this run takes the steps {first}:{steps}")
+    return None if found is None else first
 
 
 class _Run:
@@ -68,17 +83,16 @@ class _Run:
         experiment: Experiment,
         options: Options,
         mesh: Mesh,
-        checkpoints: Checkpoints,
         signals: list[int],
     ):
         self.experiment = experiment
         self.settings = experiment.training
         self.options = options
         self.mesh = mesh
-        self.checkpoints = checkpoints
         self.signals = signals
         self.is_first_process = jax.process_index() == 0
         self.program = Program(experiment, mesh)
+        self.program.train_step.trace(self.program.state, self.program.batch)  # may refuse
         self.batches = data.train_batches(
             experiment.data, process_index=jax.process_index(), process_count=jax.process_count()
         )
@@ -92,7 +106,8 @@ class _Run:
         ]
         self.saved_step: int | None = None
 
-    def go(self, resume_from: int | None) -> None:
+    def go(self, checkpoints: Checkpoints, resume_from: int | None) -> None:
+        self.checkpoints = checkpoints
         state = self._begin(resume_from)
         first = int(state.step)
         self.writer = MetricsWriter(self.options.workdir) if self.is_first_process else None
