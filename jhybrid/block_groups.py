@@ -26,6 +26,10 @@ class Group:
     repeats: int
     start: int
 
+    @property
+    def stop(self) -> int:
+        return self.start + self.repeats * len(self.pattern)
+
     def block(self, repeat: int, position: int) -> int:
         return self.start + repeat * len(self.pattern) + position
 

@@ -70,7 +70,7 @@ def _generate(
     stop_token: int | None,
     greedy: bool,
 ) -> Int[Array, "B max_new_tokens"]:
-    model = nnx.merge(graphdef, weights)
+    model = nnx.merge(graphdef, weights).unstacked()
     B, T = tokens.shape
 
     def choose(hidden: Float[Array, "B D"], step: Int[Array, ""]) -> Int[Array, "B"]:

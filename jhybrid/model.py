@@ -1,8 +1,9 @@
 """The language model: embedding, a stack of blocks as data, final norm, tied or untied head.
 
 Equal repeats of the layer pattern share one traced body (`jax.lax.scan` over stacked parameters);
-`scan_blocks=False` unrolls the same parameters to the same results. Everything that changes from
-call to call, recurrent state and random keys included, is an argument and a result.
+`scan_blocks=False` unrolls the same parameters to the same results. With a state blocks always run
+one by one, because a scan would copy every block's cache for every token. Everything that changes
+from call to call, recurrent state and random keys included, is an argument and a result.
 """
 
 import dataclasses
@@ -47,11 +48,11 @@ REMAT: Mapping[str, Callable | None] = {
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True)
 class Output:
-    """hidden: after the final norm. state: None if none was given. reports: by `blocks.{index}`,
-    of the mixers that report anything."""
+    """hidden: after the final norm. state: by block; None if none was given. reports: by
+    `blocks.{index}`, of the mixers that report anything."""
 
     hidden: Float[Array, "B T D"]
-    state: State
+    state: tuple[State, ...] | None
     reports: dict[str, Report]
 
 
@@ -85,6 +86,7 @@ class HybridLM(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         self.config = config
+        self.stacked = True  # False: every block is a group of its own
         shape, dtype = (config.vocab_size, config.dim), config.param_dtype
         self.embed = nnx.Param(normal(rngs, shape, dtype), axes=("vocab", "embed"))
         self.groups = nnx.List(
@@ -98,37 +100,53 @@ class HybridLM(nnx.Module):
             else nnx.Param(normal(rngs, shape[::-1], dtype), axes=("embed", "vocab"))
         )
 
-    def initial_state(self, batch: int, max_length: int) -> State:
-        """The state before the first token of `batch` rows of at most `max_length` tokens.
+    @property
+    def layout(self) -> tuple[Group, ...]:
+        """Which blocks each entry of `groups` holds."""
+        if self.stacked:
+            return find_groups(self.config.blocks)
+        return tuple(Group((block,), 1, i) for i, block in enumerate(self.config.blocks))
 
-        Per group, per position: the mixer's state, stacked over the repeats.
+    def unstacked(self) -> "HybridLM":
+        """The same model with every block's parameters in arrays of their own.
+
+        For loops over tokens: what a step would cut out of the stacks is cut out once.
         """
+        blocks = []
+        for group, stacks in zip(self.layout, self.groups, strict=True):
+            split = [_split_stack(stack, group.repeats) for stack in stacks]
+            blocks += [nnx.List([block]) for repeat in zip(*split, strict=True) for block in repeat]
+        model = nnx.merge(*nnx.split(self))
+        model.stacked, model.groups = False, nnx.List(blocks)
+        return model
 
-        def stacked(block: Block, repeats: int) -> State:
-            state = block.mixer.initial_state(batch, max_length)
-            return jax.tree.map(lambda x: jnp.broadcast_to(x, (repeats, *x.shape)), state)
-
+    def initial_state(self, batch: int, max_length: int) -> tuple[State, ...]:
+        """The state of each block before the first token of `batch` rows of `max_length` tokens."""
         return tuple(
-            tuple(stacked(block, group.repeats) for block in blocks)
-            for group, blocks in zip(find_groups(self.config.blocks), self.groups, strict=True)
+            block.mixer.initial_state(batch, max_length)
+            for group, blocks in zip(self.layout, self.groups, strict=True)
+            for _ in range(group.repeats)
+            for block in blocks
         )
 
-    def __call__(self, tokens: Int[Array, "B T"], context: Context, state: State = None) -> Output:
+    def __call__(
+        self,
+        tokens: Int[Array, "B T"],
+        context: Context,
+        state: tuple[State, ...] | None = None,
+    ) -> Output:
         """Without `state` a full sequence; with it a prefill or, for T = 1, a decoding step."""
         x = self.embed[...][tokens].astype(self.config.compute_dtype)
         x = constrain(x, "batch", "time", None)
-        states, reports = [], {}
-        for i, (group, blocks) in enumerate(
-            zip(find_groups(self.config.blocks), self.groups, strict=True)
-        ):
-            before = (None,) * len(blocks) if state is None else state[i]
-            x, after, group_reports = self._run(group, blocks, x, before, context)
-            states.append(after)
-            for position, report in enumerate(group_reports):
-                for repeat in range(group.repeats if report else 0):
-                    name = f"blocks.{group.block(repeat, position)}"
-                    reports[name] = {key: value[repeat] for key, value in report.items()}
-        return Output(self.norm(x), None if state is None else tuple(states), reports)
+        after, reports = [], {}
+        for group, blocks in zip(self.layout, self.groups, strict=True):
+            before = None if state is None else state[group.start : group.stop]
+            x, states, group_reports = self._run(group, blocks, x, before, context)
+            after += states
+            for block, report in enumerate(group_reports, group.start):
+                if report:
+                    reports[f"blocks.{block}"] = report
+        return Output(self.norm(x), None if state is None else tuple(after), reports)
 
     def logits(self, hidden: Float[Array, "... D"]) -> Float[Array, "... vocab"]:
         """fp32 logits; the product is taken in the compute dtype and accumulated in fp32."""
@@ -137,23 +155,29 @@ class HybridLM(nnx.Module):
         wide = jnp.promote_types(dtype, jnp.float32)
         return jnp.matmul(hidden.astype(dtype), head.astype(dtype), preferred_element_type=wide)
 
-    def _run(self, group: Group, blocks, x, states: tuple, context: Context):
-        """All repeats of one group: x, states and reports (per position, stacked over repeats)."""
+    def _run(
+        self,
+        group: Group,
+        blocks: nnx.List,
+        x: Float[Array, "B T D"],
+        states: tuple[State, ...] | None,
+        context: Context,
+    ) -> tuple[Float[Array, "B T D"], list[State], list[Report]]:
+        """All repeats of one group; states and reports by block."""
         graphdefs, params = zip(*(nnx.split(block) for block in blocks), strict=True)
-        scan = self.config.scan_blocks and group.repeats > 1
+        scan = self.config.scan_blocks and group.repeats > 1 and states is None
+        policy = REMAT[self.config.remat] if states is None else None
 
         def run_block(position: int):
             def run(params, x, state, context):
                 return nnx.merge(graphdefs[position], params)(x, state, context)
 
-            policy = REMAT[self.config.remat]
             if policy is None:
                 return run
             # inside a scan nothing can be merged with the forward pass, outside it must not be
             return jax.checkpoint(run, policy=policy, prevent_cse=not scan)
 
-        def body(x, slices):
-            params, states, repeat = slices
+        def run_repeat(x, params, states, repeat):
             results = []
             for position in range(len(blocks)):
                 own = context
@@ -163,18 +187,27 @@ class HybridLM(nnx.Module):
                 x, *rest = run_block(position)(params[position], x, states[position], own)
                 results.append(rest)
             states, reports = zip(*results, strict=True)
-            return x, (states, reports)
+            return x, states, reports
 
-        slices = (params, states, jnp.arange(group.repeats))
+        nothing = (None,) * len(blocks)
         if scan:
-            x, (states, reports) = jax.lax.scan(body, x, slices)
-        else:
-            outputs = []
-            for one in _unstacked(slices, group.repeats):
-                x, output = body(x, one)
-                outputs.append(output)
-            states, reports = jax.tree.map(lambda *parts: jnp.stack(parts), *outputs)
-        return x, states, reports
+
+            def body(x, slices):
+                params, repeat = slices
+                x, _, reports = run_repeat(x, params, nothing, repeat)
+                return x, reports
+
+            x, stacked = jax.lax.scan(body, x, (params, jnp.arange(group.repeats)))
+            by_repeat = [jax.tree.map(lambda v, r=r: v[r], stacked) for r in range(group.repeats)]
+            return x, [], [report for reports in by_repeat for report in reports]
+        after, reports = [], []
+        for repeat, own_params in enumerate(_unstacked(params, group.repeats)):
+            first = repeat * len(blocks)
+            before = nothing if states is None else states[first : first + len(blocks)]
+            x, new_states, new_reports = run_repeat(x, own_params, before, repeat)
+            after += new_states
+            reports += new_reports
+        return x, after, reports
 
 
 def training_context(batch: Mapping[str, Int[Array, "B T"]]) -> Context:
@@ -252,6 +285,14 @@ def _stacked(config: BlockConfig, model: ModelConfig, repeats: int, rngs: nnx.Rn
     state = jax.vmap(init)(jax.random.split(rngs.params(), repeats))
     is_variable = lambda node: isinstance(node, nnx.Variable)  # noqa: E731
     return nnx.merge(graphdef, jax.tree.map(name_layers, state, is_leaf=is_variable))
+
+
+def _split_stack(stack: Block, repeats: int) -> list[Block]:
+    """A stack of blocks as stacks of one."""
+    graphdef, params = nnx.split(stack)
+    leaves, structure = jax.tree.flatten(params)
+    pieces = [jax.lax.split(leaf, (1,) * repeats) for leaf in leaves]
+    return [nnx.merge(graphdef, structure.unflatten(one)) for one in zip(*pieces, strict=True)]
 
 
 def _unstacked(tree: Any, repeats: int) -> list:
