@@ -159,7 +159,7 @@ def test_slots_hold_the_kept_chunks_in_order_and_the_open_chunk_after_them():
     for h, kept in enumerate([(0, 2, 3), (2, 3)]):
         for slot, chunk in enumerate(kept):
             expected = values[chunk * CHUNK : (chunk + 1) * CHUNK, h]
-            actual = state.values[0, h, slot, : len(expected)]
+            actual = jnp.moveaxis(state.values[0, h, :, slot, : len(expected)], 0, 1)
             assert_close(actual, expected, 1e-12, f"head {h} slot {slot}")
 
 

@@ -7,6 +7,7 @@ here. Softmax heads come in groups of R = Ha / H that share one routing head.
 import jax
 import jax.numpy as jnp
 
+from jhybrid.mixers import head_cache
 from pallas_kernels import BlockMask, block_sparse_attention, gated_delta_rule
 from pallas_kernels.array_types import Array, Bool, Float, Int
 
@@ -147,40 +148,38 @@ def attend_window(
     softmax: Bool[Array, "B H N"],
     open_chunk: Int[Array, "B"],
     kept: Int[Array, "B H"],
-    keys: Float[Array, "B H M C R K"],
-    values: Float[Array, "B H M C R V"],
+    keys: Float[Array, "B H R M C K"],
+    values: Float[Array, "B H R M C V"],
     **kernel,
 ) -> tuple[
     Float[Array, "B T Ha V"],
     Int[Array, "B H"],
-    Float[Array, "B H M C R K"],
-    Float[Array, "B H M C R V"],
+    Float[Array, "B H R M C K"],
+    Float[Array, "B H R M C V"],
 ]:
     """Attends over kept slots and a window that starts at a chunk; returns the updated slots.
 
     Of the window's N chunks, those in `softmax` join the kept slots, in order; chunk `open_chunk`
     goes to the slot after them, where decoding continues it. The others are forgotten.
     """
-    B, H, M, C, R, _ = keys.shape
+    B, H, R, M, C, _ = keys.shape
     N = softmax.shape[2]
     window = BlockMask.from_chunks(softmax, chunk_size=C)
     inside, inside_lse = block_sparse_attention(q, k, v, window, **kernel)
 
-    used = (jnp.arange(M) < kept[..., None]).reshape(B * H, 1, M)
+    used = jnp.arange(M) < kept[..., None]
+    used = jnp.broadcast_to(used[:, :, None], (B, H, R, M)).reshape(-1, 1, M)
     earlier = BlockMask.from_chunks(used, chunk_size=C)
-    past, past_lse = block_sparse_attention(
-        _by_routing_head(q, H), _slots(keys), _slots(values), earlier, q_offset=M * C, **kernel
-    )
-    past = jnp.moveaxis(past.reshape(B, H, N * C, R, -1), 1, 2).reshape(inside.shape)
-    o = merge(inside, inside_lse, past, past_lse.reshape(B, H * R, N * C))
+    past, past_lse = head_cache.attend(q, _slots(keys), _slots(values), earlier, M * C, **kernel)
+    o = merge(inside, inside_lse, past, past_lse)
 
     slot = kept[..., None] + jnp.cumsum(softmax, 2) - softmax
     stays = softmax | (jnp.arange(N) == open_chunk[:, None])[:, None]
     slot = jnp.where(stays, slot, M)  # out of range: dropped
-    write = jax.vmap(jax.vmap(lambda slots, at, new: slots.at[at].set(new, mode="drop")))
+    write = jax.vmap(jax.vmap(lambda slots, at, new: slots.at[:, at].set(new, mode="drop")))
 
-    def chunks(x: Array) -> Array:  # [B, H, N, C, R, K]
-        return jnp.moveaxis(x.reshape(B, N, C, H, R, -1), 3, 1)
+    def chunks(x: Array) -> Array:  # [B, H, R, N, C, K]
+        return x.reshape(B, N, C, H, R, -1).transpose(0, 3, 4, 1, 2, 5)
 
     keys, values = write(keys, slot, chunks(k)), write(values, slot, chunks(v))
     return o, kept + softmax.sum(2, dtype=kept.dtype), keys, values
@@ -193,31 +192,32 @@ def attend_open(
     offset: Int[Array, "B"],
     active: Bool[Array, "B"],
     kept: Int[Array, "B H"],
-    keys: Float[Array, "B H M C R K"],
-    values: Float[Array, "B H M C R V"],
+    keys: Float[Array, "B H R M C K"],
+    values: Float[Array, "B H R M C V"],
     **kernel,
-) -> tuple[Float[Array, "B 1 Ha V"], Float[Array, "B H M C R K"], Float[Array, "B H M C R V"]]:
+) -> tuple[Float[Array, "B 1 Ha V"], Float[Array, "B H R M C K"], Float[Array, "B H R M C V"]]:
     """One token per row: token `offset` of the open chunk, which lies in slot `kept`.
 
     In the order of slots this is plain causal attention, at a position of its own per head.
     """
-    B, H, M, C, R, _ = keys.shape
+    B, H, R, M, C, _ = keys.shape
     slot = jnp.where(active[:, None], kept, M)
     places = jnp.broadcast_to(offset[:, None], slot.shape)
     write = jax.vmap(
-        jax.vmap(lambda slots, at, place, new: slots.at[at, place].set(new, mode="drop"))
+        jax.vmap(lambda slots, at, place, new: slots.at[:, at, place].set(new, mode="drop"))
     )
     keys = write(keys, slot, places, k.reshape(B, H, R, -1))
     values = write(values, slot, places, v.reshape(B, H, R, -1))
-    o, _ = block_sparse_attention(
-        _by_routing_head(q, H),
+    position = jnp.broadcast_to((kept * C + offset[:, None])[..., None], (B, H, R))
+    o, _ = head_cache.attend(
+        q,
         _slots(keys),
         _slots(values),
         BlockMask.causal(),
-        q_offset=(kept * C + offset[:, None]).reshape(B * H),
+        position.reshape(B, H * R),
         **kernel,
     )
-    return o.reshape(B, 1, H * R, -1), keys, values
+    return o, keys, values
 
 
 def merge(
@@ -239,13 +239,6 @@ def merge(
     return (weight(first_sum) * first + weight(second_sum) * second).astype(first.dtype)
 
 
-def _by_routing_head(x: Float[Array, "B T Ha K"], heads: int) -> Float[Array, "BH T R K"]:
-    """Rows and routing heads as one batch axis: slots hold different chunks for every head."""
-    B, T, Ha, K = x.shape
-    x = jnp.moveaxis(x.reshape(B, T, heads, Ha // heads, K), 2, 1)
-    return x.reshape(B * heads, T, Ha // heads, K)
-
-
-def _slots(cache: Float[Array, "B H M C R K"]) -> Float[Array, "BH S R K"]:
-    B, H, M, C, R, K = cache.shape
-    return cache.reshape(B * H, M * C, R, K)
+def _slots(cache: Float[Array, "B H R M C K"]) -> Float[Array, "B Ha S K"]:
+    B, H, R, M, C, K = cache.shape
+    return cache.reshape(B, H * R, M * C, K)

@@ -36,8 +36,8 @@ class ChunkRoutedState(NamedTuple):
 
     length: Int[Array, "B"]
     kept: Int[Array, "B H"]
-    keys: Float[Array, "B H M C R K"]
-    values: Float[Array, "B H M C R V"]
+    keys: Float[Array, "B H R M C K"]
+    values: Float[Array, "B H R M C V"]
     memory_start: Float[Array, "B H K V"]
     memory: Float[Array, "B H K V"]
     log_decay: Float[Array, "B H"]  # sum of g over the open chunk
@@ -103,7 +103,7 @@ class ChunkRouted(nnx.Module):
         H, C = config.num_heads, config.chunk_size
         R = config.num_softmax_heads // H
         wide = jnp.promote_types(self.dtype, jnp.float32)
-        slots = (batch, H, -(-max_length // C), C, R)
+        slots = (batch, H, R, -(-max_length // C), C)
         memory = (batch, H, config.key_dim, config.value_dim)
         return ChunkRoutedState(
             length=jnp.zeros((batch,), jnp.int32),

@@ -9,6 +9,7 @@ from flax import nnx
 
 from jhybrid.config import ModelConfig, SoftmaxConfig
 from jhybrid.layers import Linear, RMSNorm, rotate
+from jhybrid.mixers import head_cache
 from jhybrid.mixers.context import Context, Report
 from jhybrid.sharding import shard_op
 from pallas_kernels import BlockMask, block_sparse_attention
@@ -19,8 +20,8 @@ class SoftmaxState(NamedTuple):
     """Keys (after their rotation) and values of every token so far, `length` of them per row."""
 
     length: Int[Array, "B"]
-    keys: Float[Array, "B S G K"]
-    values: Float[Array, "B S G K"]
+    keys: Float[Array, "B G S K"]
+    values: Float[Array, "B G S K"]
 
 
 class Softmax(nnx.Module):
@@ -52,7 +53,7 @@ class Softmax(nnx.Module):
         self.k_norm = norm()
 
     def initial_state(self, batch: int, max_length: int) -> SoftmaxState:
-        shape = (batch, max_length, self.config.num_kv_heads, self.config.head_dim)
+        shape = (batch, self.config.num_kv_heads, max_length, self.config.head_dim)
         keys, values = jnp.zeros(shape, self.dtype), jnp.zeros(shape, self.dtype)
         return SoftmaxState(jnp.zeros((batch,), jnp.int32), keys, values)
 
@@ -64,7 +65,7 @@ class Softmax(nnx.Module):
         k = self._heads(self.k_proj(x), self.k_norm, context)
         v = self.v_proj(x).reshape(k.shape)
         kernel = {"window": self.config.window, "implementation": self.implementation}
-        heads, batch = ("batch", None, "heads"), ("batch",)
+        heads, cache, batch = ("batch", None, "heads"), ("batch", "heads"), ("batch",)
         if state is None:
             op = shard_op(partial(_attend, **kernel), (heads, heads, heads, batch), heads)
             o = op(q, k, v, context.segment_ids)
@@ -72,8 +73,8 @@ class Softmax(nnx.Module):
             context.require_one_document()
             op = shard_op(
                 partial(_extend_and_attend, **kernel),
-                (heads, heads, heads, heads, heads, batch, batch),
-                (heads, heads, heads),
+                (heads, heads, heads, cache, cache, batch, batch),
+                (heads, cache, cache),
             )
             counts = context.counts()
             o, keys, values = op(q, k, v, state.keys, state.values, state.length, counts)
@@ -105,16 +106,18 @@ def _extend_and_attend(
     q: Float[Array, "B T H K"],
     k: Float[Array, "B T G K"],
     v: Float[Array, "B T G K"],
-    keys: Float[Array, "B S G K"],
-    values: Float[Array, "B S G K"],
+    keys: Float[Array, "B G S K"],
+    values: Float[Array, "B G S K"],
     length: Int[Array, "B"],
     counts: Int[Array, "B"],
     **kernel,
-) -> tuple[Float[Array, "B T H K"], Float[Array, "B S G K"], Float[Array, "B S G K"]]:
+) -> tuple[Float[Array, "B T H K"], Float[Array, "B G S K"], Float[Array, "B G S K"]]:
     """Writes each row's `counts` new keys at its own length, then attends over the whole cache."""
     step = jnp.arange(k.shape[1])
-    place = jnp.where(step < counts[:, None], length[:, None] + step, keys.shape[1])
-    write = jax.vmap(lambda cache, at, new: cache.at[at].set(new, mode="drop"))
-    keys, values = write(keys, place, k), write(values, place, v)
-    o, _ = block_sparse_attention(q, keys, values, BlockMask.causal(), q_offset=length, **kernel)
+    place = jnp.where(step < counts[:, None], length[:, None] + step, keys.shape[2])
+    write = jax.vmap(lambda cache, at, new: cache.at[:, at].set(new, mode="drop"))
+    keys = write(keys, place, jnp.moveaxis(k, 1, 2))
+    values = write(values, place, jnp.moveaxis(v, 1, 2))
+    offset = jnp.broadcast_to(length[:, None], keys.shape[:2])
+    o, _ = head_cache.attend(q, keys, values, BlockMask.causal(), offset, **kernel)
     return o, keys, values
