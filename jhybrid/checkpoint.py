@@ -16,7 +16,7 @@ import dataclasses
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from jhybrid.config import Experiment
 from jhybrid.errors import UserError, first_line
 from jhybrid.model import HybridLM
 from jhybrid.parameters import flatten, unflatten
-from jhybrid.serialization import from_json, to_json
+from jhybrid.serialization import from_json, override, to_json
 
 # What may change between a checkpoint and the run that resumes it: where and how the same numbers
 # are computed, what is measured, and how long the run goes on.
@@ -240,12 +240,21 @@ def write_export(experiment: Experiment, params: Mapping[str, jax.Array], out: P
     return out
 
 
-def load_model(path: str | Path) -> tuple[Experiment, HybridLM]:
-    """The experiment and the model of a run's workdir (its latest step) or of an export."""
+def load_model(path: str | Path, assignments: Sequence[str] = ()) -> tuple[Experiment, HybridLM]:
+    """The experiment and the model of a run's workdir (its latest step) or of an export.
+
+    `assignments` ("a.b=c") change settings that leave the parameters as they are.
+    """
     path = Path(path)
     is_export = (path / "params").is_dir()
     experiment, leaves = _read_export(path) if is_export else _read_workdir(path)
+    experiment = override(experiment, assignments)
     graphdef, template = _abstract_model(experiment)
+    stored = {(path, leaf.shape, leaf.dtype) for path, leaf in leaves.items()}
+    wanted = {(path, leaf.shape, leaf.dtype) for path, leaf in flatten(template).items()}
+    if stored != wanted:
+        changed = min(path for path, _, _ in stored ^ wanted)
+        raise UserError(f"--set {' '.join(assignments)}: changes parameter {changed}")
     return experiment, nnx.merge(graphdef, unflatten(template, leaves))
 
 

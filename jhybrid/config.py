@@ -116,10 +116,18 @@ class ChunkRoutedConfig:
     sampler: Literal["argmax", "gumbel"] = "argmax"
     gdn_counterfactual_grad: bool = False  # score gradient also where GDN was not chosen
     truncate_intra_softmax_grad: bool = False  # reproduces the authors' released backward
+    # With a state only; the fraction of a row's chunks for which each head has room to keep keys
+    # and values. A softmax chunk that finds none goes to GDN: "linear" accepts that, "error" makes
+    # generation fail.
+    kv_capacity: float = 1.0
+    kv_overflow: Literal["error", "linear"] = "error"
 
     def __post_init__(self):
         sizes = ("num_softmax_heads", "key_dim", "value_dim", "chunk_size", "conv_width")
         _require_positive("mixer", self, *sizes, "rope_theta")
+        require(
+            0 <= self.kv_capacity <= 1, f"mixer.kv_capacity={self.kv_capacity} must lie in [0, 1]"
+        )
         split = self.num_softmax_heads
         _require_multiple("mixer.num_softmax_heads", split, "num_heads", self.num_heads)
         for name in ("key_dim", "value_dim"):

@@ -1,21 +1,33 @@
-"""Text generation: one prefill of right-padded prompts, then one token per jitted step.
+"""Text generation: prefill of right-padded prompts in pieces, then one token per step of a loop.
 
 Rows may have prompts of different lengths; every row goes on from its own last token. All shapes
 are fixed by the prompt array and `max_new_tokens`, so one compilation serves every call of a size.
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jhybrid import sampling
+from jhybrid.config import ChunkRoutedConfig, ModelConfig
 from jhybrid.errors import UserError
-from jhybrid.mixers import Context
+from jhybrid.memory import Usage, usage
+from jhybrid.mixers import Context, State
 from jhybrid.model import HybridLM
+from jhybrid.sampling import Limits, Sampling
 from pallas_kernels.array_types import Array, Float, Int
+
+PREFILL_TOKENS = 4096  # of each row that are read at a time
+GREEDY = Sampling()
+
+
+class Generation(NamedTuple):
+    tokens: Int[Array, "B max_new_tokens"]
+    usages: tuple[Usage | None, ...]  # by block, at the end
 
 
 def generate(
@@ -25,68 +37,88 @@ def generate(
     *,
     max_new_tokens: int,
     stop_token: int | None = None,
-    key: Array | None = None,
-    temperature: float = 0.0,
-) -> Int[Array, "B max_new_tokens"]:
+    choice: Sampling = GREEDY,
+    keys: Array | None = None,
+    prefill_tokens: int = PREFILL_TOKENS,
+) -> Generation:
     """The continuation of each prompt `tokens[b, :lengths[b]]`, of `max_new_tokens` tokens.
 
-    Temperature 0 takes the likeliest token; otherwise tokens are drawn from softmax(logits /
-    temperature) with `key`. After its `stop_token` a row holds nothing but `stop_token`, and the
-    loop ends when all rows have stopped.
+    `keys`, one per row, are what drawing tokens needs; a row's tokens depend on its own prompt and
+    key only. After its `stop_token` a row holds nothing but `stop_token`, and the loop ends when
+    all rows have stopped. Prompts are read `prefill_tokens` at a time, which bounds the memory of
+    activations.
+
+    Raises UserError when a chunk-routed block has less room than its router wants, unless the
+    block's `kv_overflow` allows it.
     """
+    longest = tokens.shape[1]
     if max_new_tokens < 1:
         raise UserError(f"max_new_tokens={max_new_tokens} must be at least 1")
-    if temperature < 0:
-        raise UserError(f"temperature={temperature} must not be negative")
-    if temperature > 0 and key is None:
-        raise UserError(f"temperature={temperature} needs a key")
-    longest = tokens.shape[1]
+    if prefill_tokens < 1:
+        raise UserError(f"prefill_tokens={prefill_tokens} must be at least 1")
+    if not choice.greedy and keys is None:
+        raise UserError(f"temperature={choice.temperature} needs keys")
     if np.min(lengths) < 1 or np.max(lengths) > longest:
         raise UserError(f"lengths={np.asarray(lengths)} must lie between 1 and {longest}")
     graphdef, weights = nnx.split(model)
-    return _generate(
+    generation = _generate(
         graphdef,
         weights,
         jnp.asarray(tokens, jnp.int32),
         jnp.asarray(lengths, jnp.int32),
-        jax.random.key(0) if key is None else key,
-        jnp.float32(temperature),
+        None if choice.greedy else keys,
+        None if choice.greedy else jnp.float32(choice.temperature),
+        None if choice.greedy else choice.limits,
         max_new_tokens=max_new_tokens,
         stop_token=stop_token,
-        greedy=temperature == 0,
+        prefill_tokens=min(prefill_tokens, longest),
     )
+    require_room(model.config, generation.usages)
+    return generation
 
 
-@functools.partial(jax.jit, static_argnames=("graphdef", "max_new_tokens", "stop_token", "greedy"))
+def require_room(config: ModelConfig, usages: tuple[Usage | None, ...]) -> None:
+    """Raises UserError if chunks were turned away from a cache that must not overflow."""
+    for i, (block, used) in enumerate(zip(config.blocks, usages, strict=True)):
+        mixer = block.mixer
+        if not isinstance(mixer, ChunkRoutedConfig) or mixer.kv_overflow == "linear":
+            continue
+        refused = 0 if used is None else int(np.max(used.refused))
+        if refused:
+            raise UserError(
+                f"model.blocks.{i}.mixer.kv_capacity={mixer.kv_capacity}: a head has no room for "
+                f"{refused} more chunks; raise it or set kv_overflow=linear"
+            )
+
+
+@functools.partial(
+    jax.jit, static_argnames=("graphdef", "max_new_tokens", "stop_token", "prefill_tokens")
+)
 def _generate(
     graphdef: nnx.GraphDef,
     weights: Any,
     tokens: Int[Array, "B T"],
     lengths: Int[Array, "B"],
-    key: Array,
-    temperature: Float[Array, ""],
+    keys: Array | None,
+    temperature: Float[Array, ""] | None,
+    limits: Limits | None,
     *,
     max_new_tokens: int,
     stop_token: int | None,
-    greedy: bool,
-) -> Int[Array, "B max_new_tokens"]:
+    prefill_tokens: int,
+) -> Generation:
     model = nnx.merge(graphdef, weights).unstacked()
     B, T = tokens.shape
 
     def choose(hidden: Float[Array, "B D"], step: Int[Array, ""]) -> Int[Array, "B"]:
         logits = model.logits(hidden)
-        if greedy:
-            return jnp.argmax(logits, -1).astype(jnp.int32)
-        step_key = jax.random.fold_in(key, step)
-        return jax.random.categorical(step_key, logits / temperature).astype(jnp.int32)
+        if keys is None or temperature is None:
+            return sampling.likeliest(logits)
+        step_keys = jax.vmap(jax.random.fold_in, (0, None))(keys, step)
+        return sampling.draw(step_keys, logits, temperature, limits)
 
-    positions = jnp.broadcast_to(jnp.arange(T), (B, T))
-    prompt = model(
-        tokens,
-        Context(positions=positions, lengths=lengths),
-        model.initial_state(B, T + max_new_tokens),
-    )
-    last = jnp.take_along_axis(prompt.hidden, (lengths - 1)[:, None, None], 1)[:, 0]
+    state = model.initial_state(B, T + max_new_tokens)
+    last, state = prefill(model, tokens, lengths, state, prefill_tokens)
     first = choose(last, jnp.int32(0))
     fill = 0 if stop_token is None else stop_token
     new = jnp.full((B, max_new_tokens), fill, jnp.int32).at[:, 0].set(first)
@@ -101,9 +133,41 @@ def _generate(
     def advance(carry):
         step, token, done, state, new = carry
         place = (lengths + step - 1)[:, None]
-        output = model(token[:, None], Context(positions=place), state)
+        counts = jnp.where(done, 0, 1)
+        output = model(token[:, None], Context(positions=place, lengths=counts), state)
         token = jnp.where(done, fill, choose(output.hidden[:, 0], step))
         return step + 1, token, done | stopped(token), output.state, new.at[:, step].set(token)
 
-    carry = (jnp.int32(1), first, stopped(first), prompt.state, new)
-    return jax.lax.while_loop(unfinished, advance, carry)[-1]
+    carry = (jnp.int32(1), first, stopped(first), state, new)
+    _, _, _, state, new = jax.lax.while_loop(unfinished, advance, carry)
+    return Generation(new, tuple(map(usage, state)))
+
+
+def prefill(
+    model: HybridLM,
+    tokens: Int[Array, "B T"],
+    lengths: Int[Array, "B"],
+    state: tuple[State, ...],
+    piece: int,
+) -> tuple[Float[Array, "B D"], tuple[State, ...]]:
+    """The hidden vector of each prompt's last token and the state after it, `piece` by `piece`."""
+    B, T = tokens.shape
+    pieces = -(-T // piece)
+    tokens = jnp.pad(tokens, ((0, 0), (0, pieces * piece - T)))
+
+    def read(carry, start: Int[Array, ""]):
+        state, last = carry
+        context = Context(
+            positions=jnp.broadcast_to(start + jnp.arange(piece), (B, piece)),
+            lengths=jnp.clip(lengths - start, 0, piece),
+        )
+        output = model(jax.lax.dynamic_slice_in_dim(tokens, start, piece, 1), context, state)
+        end = lengths - 1 - start
+        here = jnp.take_along_axis(output.hidden, jnp.clip(end, 0, piece - 1)[:, None, None], 1)
+        is_here = (end >= 0) & (end < piece)
+        return (output.state, jnp.where(is_here[:, None], here[:, 0], last)), None
+
+    nothing = jnp.zeros((B, model.config.dim), model.config.compute_dtype)
+    starts = piece * jnp.arange(pieces, dtype=jnp.int32)
+    (state, last), _ = jax.lax.scan(read, (state, nothing), starts)
+    return last, state

@@ -52,7 +52,7 @@ class Output:
     `blocks.{index}`, of the mixers that report anything."""
 
     hidden: Float[Array, "B T D"]
-    state: tuple[State, ...] | None
+    state: State
     reports: dict[str, Report]
 
 

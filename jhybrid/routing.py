@@ -72,6 +72,12 @@ def decide(
     return Decision(scores, softmax, slope)
 
 
+def within_room(decision: Decision, room: Int[Array, "B H"]) -> Decision:
+    """Only the first `room` chunks a head sends to softmax go there, the rest to the state."""
+    chosen = jnp.cumsum(decision.softmax, 1)  # counting the chunk itself
+    return decision._replace(softmax=decision.softmax & (chosen <= room[:, None]))
+
+
 def block_bias(decision: Decision) -> Float[Array, "B N H"]:
     """The logit bias of each chunk's keys: 0, with the score's gradient where softmax was chosen.
 

@@ -29,7 +29,8 @@ def from_json(text: str) -> Experiment:
 def override(experiment: Experiment, assignments: Sequence[str]) -> Experiment:
     """Applies "a.b=c" assignments in order, then validates once.
 
-    List items go by index, or `*` for all of them: `model.blocks.*.mixer.chunk_size=128`.
+    List items go by index, or `*` for all of them that have the field, at least one:
+    `model.blocks.*.mixer.chunk_size=128`.
     """
     tree = _encode(experiment)
     for assignment in assignments:
@@ -49,7 +50,7 @@ def _assign(node: Any, path: list[str], value: Any, where: str) -> None:
     if isinstance(node, list):
         known = key == "*" or (key.isdigit() and int(key) < len(node))
         require(known, f"{here}: expected * or an index below {len(node)}")
-        keys: Sequence[Any] = range(len(node)) if key == "*" else [int(key)]
+        keys: Sequence[Any] = [int(key)] if key != "*" else _having(node, rest)
     else:
         require(isinstance(node, dict), f"{here}: {where} has no fields")
         fields = [name for name in node if name != "kind"]
@@ -60,6 +61,18 @@ def _assign(node: Any, path: list[str], value: Any, where: str) -> None:
             _assign(node[each], rest, value, _join(where, each))
         else:
             node[each] = value
+
+
+def _having(items: list[Any], path: list[str]) -> Sequence[int]:
+    """Indices of the items in which `path` can be followed; all of them if none is such an item."""
+
+    def has(node: Any, path: list[str]) -> bool:
+        if not path or isinstance(node, list):
+            return True
+        return isinstance(node, dict) and path[0] in node and has(node[path[0]], path[1:])
+
+    found = [i for i, item in enumerate(items) if has(item, path)]
+    return found or range(len(items))
 
 
 def _encode(value: Any) -> Any:

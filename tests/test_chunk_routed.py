@@ -163,6 +163,28 @@ def test_slots_hold_the_kept_chunks_in_order_and_the_open_chunk_after_them():
             assert_close(actual, expected, 1e-12, f"head {h} slot {slot}")
 
 
+def test_a_chunk_without_room_goes_to_the_memory_in_prefill_and_decoding():
+    config = dataclasses.replace(ROUTED, kv_capacity=0.5, kv_overflow="linear")
+    case, x = build(config), inputs(LENGTH)  # room for two of four chunks
+    wanted = np.array([[1, 1], [1, 0], [1, 1], [0, 0]], bool)
+    granted = np.array([[1, 1], [1, 0], [0, 1], [0, 0]], bool)
+    expected, _, _ = case(x, None, forced(granted))
+    context = forced(wanted)
+    y, state, report = case(x, case.mixer.initial_state(1, LENGTH), context)
+    assert_close(y, expected, 1e-12, "one prefill")
+    np.testing.assert_array_equal(report["decisions"][0, :3], granted[:3])
+    np.testing.assert_array_equal(state.kept, [[2, 2]])
+    np.testing.assert_array_equal(state.refused, [[1, 0]])
+    assert state.keys.shape[3] == 3  # and the open chunk
+    state = case.mixer.initial_state(1, LENGTH)
+    for t in range(LENGTH):
+        step = Context(positions=jnp.array([[t]]), routes=context.routes)
+        y, state, _ = case(x[:, t : t + 1], state, step)
+        assert_close(y[:, 0], expected[:, t], 1e-12, f"token {t}")
+    np.testing.assert_array_equal(state.kept, [[2, 2]])
+    np.testing.assert_array_equal(state.refused, [[1, 0]])
+
+
 def test_decisions_agree_between_training_prefill_and_decoding():
     case, x = build(ROUTED), inputs(LENGTH)
     _, _, report = case(x, None, positions(x))

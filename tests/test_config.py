@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+import tiny
 
 from configs.default import config
 from jhybrid.commandline import load_config
@@ -29,6 +30,15 @@ def test_override_reaches_nested_fields_and_every_list_item():
     assert {block.channel_mixer.width for block in changed.model.blocks} == {64}
     assert changed.training.steps == 7
     assert changed.data.tokenizer == "bytes"
+
+
+def test_an_override_of_every_item_skips_those_without_the_field_but_not_all_of_them():
+    mixed = tiny.config()  # a softmax and a routed block
+    changed = override(mixed, ["model.blocks.*.mixer.kv_capacity=0.5"])
+    assert changed.model.blocks[0] == mixed.model.blocks[0]
+    assert changed.model.blocks[1].mixer.kv_capacity == 0.5
+    with pytest.raises(UserError, match=r"model\.blocks\.0\.mixer\.kv_room: unknown field"):
+        override(mixed, ["model.blocks.*.mixer.kv_room=0.5"])
 
 
 def test_fields_that_depend_on_each_other_are_checked_after_the_last_override():

@@ -53,7 +53,7 @@ def predictor(model: HybridLM, stop_token: int, batch_size: int | None) -> Predi
                     jnp.asarray(lengths),
                     max_new_tokens=new_tokens,
                     stop_token=stop_token,
-                )
+                ).tokens
             )
             for index, answer in zip(chosen, answers[:, :max_new_tokens].tolist(), strict=False):
                 end = answer.index(stop_token) if stop_token in answer else len(answer)

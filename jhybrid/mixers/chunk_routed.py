@@ -5,6 +5,7 @@ every token uses both branches; the decision, made from the mean of the chunk's 
 what later chunks find: the chunk's keys and values, or its write into the delta-rule memory.
 """
 
+import math
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -30,12 +31,14 @@ class ChunkRoutedState(NamedTuple):
     """Kept chunks, the open chunk and the memory, after `length` tokens of each row.
 
     Slots 0..kept-1 of `keys` and `values` hold the chunks a head sent to softmax; the open chunk is
-    always written at slot `kept`, so a chunk that goes to the memory is simply overwritten.
+    always written at slot `kept`, so a chunk that goes to the memory is simply overwritten. When
+    all slots but the open chunk's are kept, chunks go to the memory whatever the router says.
     `memory` has the open chunk's writes in it, `memory_start` is the memory before that chunk.
     """
 
     length: Int[Array, "B"]
     kept: Int[Array, "B H"]
+    refused: Int[Array, "B H"]  # chunks that softmax had no slot for
     keys: Float[Array, "B H R M C K"]
     values: Float[Array, "B H R M C V"]
     memory_start: Float[Array, "B H K V"]
@@ -103,11 +106,13 @@ class ChunkRouted(nnx.Module):
         H, C = config.num_heads, config.chunk_size
         R = config.num_softmax_heads // H
         wide = jnp.promote_types(self.dtype, jnp.float32)
-        slots = (batch, H, R, -(-max_length // C), C)
+        chunks = -(-max_length // C)
+        slots = (batch, H, R, math.ceil(config.kv_capacity * chunks) + 1, C)  # one open chunk
         memory = (batch, H, config.key_dim, config.value_dim)
         return ChunkRoutedState(
             length=jnp.zeros((batch,), jnp.int32),
             kept=jnp.zeros((batch, H), jnp.int32),
+            refused=jnp.zeros((batch, H), jnp.int32),
             keys=jnp.zeros((*slots, config.softmax_key_dim), self.dtype),
             values=jnp.zeros((*slots, config.softmax_value_dim), self.dtype),
             memory_start=jnp.zeros(memory, wide),
@@ -180,8 +185,10 @@ class ChunkRouted(nnx.Module):
         branches = self._branches(window, state.tails_start, positions, None)
 
         completed = jnp.arange(N) < open_chunk[:, None]
-        decision = self._decide(window, index < end[:, None], state.length // C, context)
+        wanted = self._decide(window, index < end[:, None], state.length // C, context)
+        decision = routing.within_room(wanted, _room(state))
         softmax = decision.softmax & completed[..., None]
+        lost = wanted.softmax & ~decision.softmax & completed[..., None]
         attend = shard_op(
             partial(chunk_ops.attend_window, implementation=self.implementation),
             (HEADS, HEADS, HEADS, STATE, ROWS, STATE, STATE, STATE),
@@ -221,6 +228,7 @@ class ChunkRouted(nnx.Module):
         state = ChunkRoutedState(
             length=state.length + counts,
             kept=kept,
+            refused=state.refused + lost.sum(1, dtype=jnp.int32),
             keys=keys,
             values=values,
             memory_start=memory_start,
@@ -265,8 +273,10 @@ class ChunkRouted(nnx.Module):
         open_x = write(state.open_x, jnp.where(active, offset, C), x[:, 0])
         complete = active & (offset == C - 1)
         everything = jnp.ones(open_x.shape[:2], bool)
-        decision = self._decide(open_x, everything, state.length // C, context)
+        wanted = self._decide(open_x, everything, state.length // C, context)
+        decision = routing.within_room(wanted, _room(state))
         softmax = decision.softmax[:, 0]
+        refused = wanted.softmax[:, 0] & ~softmax
         decay = jnp.exp(log_decay)[..., None, None] if self.config.decay_softmax_chunks else 1
         closed = jnp.where(softmax[..., None, None], decay * state.memory_start, memory)
 
@@ -277,6 +287,7 @@ class ChunkRouted(nnx.Module):
         state = ChunkRoutedState(
             length=state.length + counts,
             kept=state.kept + (complete[:, None] & softmax),
+            refused=state.refused + (complete[:, None] & refused),
             keys=keys,
             values=values,
             memory_start=on_completion(closed, state.memory_start),
@@ -387,3 +398,8 @@ class ChunkRouted(nnx.Module):
             read, seen = weights[..., :1] * read, weights[..., 1:] * seen
         gate = jax.nn.silu(upcast(self.g_proj(x))).reshape(read.shape)
         return self.o_proj((gate * (read + seen)).reshape(*x.shape[:2], -1))
+
+
+def _room(state: ChunkRoutedState) -> Int[Array, "B H"]:
+    """Chunks that each head may still keep: one slot stays for the open chunk."""
+    return state.keys.shape[3] - 1 - state.kept
