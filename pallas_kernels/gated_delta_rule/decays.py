@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.array_types import Array, Float, Int
+from pallas_kernels.array_types import Array, Bool, Float, Int
 
 _FRACTION = 256.0  # log decays are summed in steps of 1 / 256, and the rest apart
 
@@ -25,45 +25,68 @@ def reset_counts(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
     return jnp.cumsum(jnp.pad(changes, ((0, 0), (1, 0))), axis=1, dtype=jnp.int32)
 
 
+class Visible(NamedTuple):
+    """What no document boundary hides within a chunk and across its ends, as members of Decays.
+
+    Leading axes are [N, B], of size 1 without documents.
+    """
+
+    pair: Bool[Array, "N B C C"]
+    into: Bool[Array, "N B C"]
+    out: Bool[Array, "N B C"]
+    through: Bool[Array, "N B"]
+
+
+def visible(resets: tuple[Int[Array, "N B"], Int[Array, "N B C"]] | None, tile: int) -> Visible:
+    """`resets` count document boundaries: before the chunk, and up to each of its tokens."""
+    if resets is None:
+        resets = jnp.zeros((1, 1), jnp.int32), jnp.zeros((1, 1, tile), jnp.int32)
+    before, count = resets
+    last = count[..., -1:]
+    return Visible(
+        pair=count[..., :, None] == count[..., None, :],
+        into=count == before[..., None],
+        out=count == last,
+        through=last[..., 0] == before,
+    )
+
+
+def coarse_and_fine_sums(
+    g: Float[Array, "*batch"], axis: int
+) -> tuple[Float[Array, "*batch"], Float[Array, "*batch"]]:
+    """Cumulative sums of g as coarse + fine, whose differences stay accurate after a strong decay.
+
+    `coarse` is a multiple of 1 / 256, exact in fp32 up to 65536, `fine` a small remainder.
+    """
+    coarse = jnp.round(g * _FRACTION) / _FRACTION
+    return jnp.cumsum(coarse, axis), jnp.cumsum(g - coarse, axis)
+
+
 @jax.custom_vjp
 def chunk_decays(
     g: Float[Array, "*G C"],
     resets: tuple[Int[Array, "N B"], Int[Array, "N B C"]] | None,
 ) -> Decays:
-    """The decay factors of every chunk from its log decays g.
+    """The decay factors of every chunk from its log decays g; `resets` as for `visible`.
 
-    `resets` are counts of document boundaries: before the chunk, and up to each of its tokens.
-
-    Only differences of cumulative sums c are exponentiated, so no factor exceeds 1. They stay
-    accurate when one strong decay (g = -60) makes c large beside differences that matter (1e-3):
-    c is held as a sum of multiples of 1 / 256, exact in fp32 up to 65536, plus a small remainder.
+    Only differences of cumulative sums are exponentiated, so no factor exceeds 1, and they stay
+    accurate when one strong decay (g = -60) makes the sums large beside differences that matter
+    (1e-3).
     """
-    C = g.shape[-1]
-    coarse = jnp.round(g * _FRACTION) / _FRACTION
-    coarse, fine = jnp.cumsum(coarse, -1), jnp.cumsum(g - coarse, -1)
+    coarse, fine = coarse_and_fine_sums(g, -1)
+    seen = Visible(*(x[:, :, None, None] for x in visible(resets, g.shape[-1])))
 
     def factor(until, since, visible):
         log_decay = (coarse[until] - coarse[since]) + (fine[until] - fine[since])
         return jnp.where(visible, jnp.exp(jnp.where(visible, log_decay, 0)), 0)
 
     row, column = (..., slice(None), None), (..., None, slice(None))
-    last = (..., slice(-1, None))
-    causal = jnp.tri(C, dtype=bool)
-    if resets is None:
-        same = entering = staying = passing = True
-    else:
-        before = resets[0][:, :, None, None, None]
-        count = resets[1][:, :, None, None]  # [N, B, 1, 1, C]
-        same = count[row] == count[column]
-        entering = count == before
-        staying = count == count[last]
-        passing = (count[last] == before)[..., 0]
     whole = coarse + fine
     return Decays(
-        pair=factor(row, column, causal & same),
-        into=jnp.where(entering, jnp.exp(whole), 0),
-        out=factor(last, (...,), jnp.broadcast_to(staying, g.shape)),
-        through=jnp.where(passing, jnp.exp(whole[..., -1]), 0),
+        pair=factor(row, column, jnp.tri(g.shape[-1], dtype=bool) & seen.pair),
+        into=jnp.where(seen.into, jnp.exp(whole), 0),
+        out=factor((..., slice(-1, None)), (...,), seen.out),
+        through=jnp.where(seen.through, jnp.exp(whole[..., -1]), 0),
     )
 
 
