@@ -52,7 +52,7 @@ def test_gradients_match_finite_differences(rule, float64):
     arguments, integers, _ = case.draw(jax.random.key(3), "float64")
     op = functools.partial(gated_linear_attention, **integers, **case.options)
     check_grads(
-        jax.jit(lambda a: op(**a, implementation="xla"), compiler_options=QUICK_COMPILE),
+        jax.jit(lambda a: op(**a, implementation="xla")),
         (arguments,),
         order=1,
         modes=["rev"],
