@@ -19,6 +19,7 @@ from jhybrid.config import (
     SoftmaxConfig,
     SwiGLUConfig,
 )
+from jhybrid.decoding import Generation
 from jhybrid.errors import UserError
 from jhybrid.evals import markov, options, prediction, report
 from jhybrid.evals.results import Predictions, Results, digest
@@ -283,7 +284,7 @@ def test_answers_end_before_the_stop_token_and_keep_their_prompt(monkeypatch):
         answer = np.full((len(lengths), max_new_tokens), stop_token)
         answer[:, 0] = lengths
         answer[:, 1] = np.asarray(tokens)[np.arange(len(lengths)), np.asarray(lengths) - 1]
-        return answer
+        return Generation(answer, ())
 
     monkeypatch.setattr(prediction, "generate", echo)
     prompts = [[7] * n for n in (299, 5, 70, 64, 65)]
