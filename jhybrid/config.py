@@ -289,6 +289,8 @@ class DataConfig:
             "data.sources: every weight must be positive and finite",
         )
         _require_positive("data", self, "sequence_length", "batch_size", "document_alignment")
+        for name in ("sequence_length", "batch_size"):  # positions and rows are int32
+            require(getattr(self, name) < 2**31, f"data.{name} must be less than 2**31")
         require(self.seed >= 0, "data.seed must not be negative")
         require(self.num_workers >= 0, "data.num_workers must not be negative")
         require(0 < self.validation_fraction < 1, "data.validation_fraction must lie in (0, 1)")

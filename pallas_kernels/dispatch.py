@@ -97,5 +97,5 @@ def resolve(op: str, table: Table, implementation: Implementation, problem: Any)
     if choice.skipped and key not in _announced:
         _announced.add(key)
         why = "; ".join(f"{name}: {reason}" for name, reason in choice.skipped)
-        _logger.info("%s runs on %s (skipped %s)", op, choice.name, why)
+        _logger.warning("%s runs on %s (skipped %s)", op, choice.name, why)
     return table[choice.name]

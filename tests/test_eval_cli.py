@@ -54,8 +54,8 @@ def test_unknown_tasks_are_named(tasks, named):
 
 
 def test_lengths_are_whole_numbers_in_range():
-    assert options.parse_lengths("1024,128, 1024,1048576") == (1024, 128, 1048576)
-    for bad in ("127", "1048577", "1k", "-5", "1e3", "٣٣٣", ""):
+    assert options.parse_lengths("1024,2, 1024,1048576") == (1024, 2, 1048576)
+    for bad in ("1", "1048577", "1k", "-5", "1e3", "٣٣٣", ""):
         with pytest.raises(UserError, match="--lengths"):
             options.parse_lengths(bad)
 
@@ -63,7 +63,7 @@ def test_lengths_are_whole_numbers_in_range():
 def test_a_prompt_is_addressed_by_task_length_and_sample():
     assert options.parse_prompt("niah_single_1:1024:3") == ("niah_single_1", 1024, 3)
     assert options.parse_prompt("ruler:vt:128:0") == ("vt", 128, 0)
-    for bad in ("vt", "vt:1024", "vt:1024:x", "none:1024:0", "vt:5:0"):
+    for bad in ("vt", "vt:1024", "vt:1024:x", "none:1024:0", "vt:1:0"):
         with pytest.raises(UserError, match="--print-prompt"):
             options.parse_prompt(bad)
 
@@ -257,7 +257,7 @@ def test_the_printed_prompt_is_the_one_in_the_set(command, tmp_path):
         (["--tasks", "ruler:none"], "ruler:none"),
         (["--tasks", "ruler:qa_1"], "--squad"),
         (["--lengths", "2000000"], "--lengths 2000000"),
-        (["--lengths", "64"], "--lengths 64"),
+        (["--lengths", "1"], "--lengths 1"),
         (["--num-samples", "0"], "--num-samples 0"),
         (["--num-samples", "x"], "--num-samples"),
         (["--essays", "absent.json"], "absent.json"),

@@ -8,7 +8,7 @@ from jhybrid.errors import UserError
 from jhybrid.evals.ruler import suite
 from jhybrid.evals.ruler.task import SEED
 
-SHORTEST, LONGEST = 128, 1 << 20
+SHORTEST, LONGEST = 2, 1 << 20
 
 
 def default_cache() -> Path:
