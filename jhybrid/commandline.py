@@ -41,6 +41,38 @@ def load_config(path: str, assignments: Sequence[str] = ()) -> Experiment:
     return override(experiment, assignments)
 
 
+def add_set_option(parser: argparse.ArgumentParser) -> None:
+    """--set a.b=c, repeated, for commands that read a checkpoint."""
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="a.b=c",
+        help="change the checkpoint's config, as model.blocks.*.mixer.kv_capacity=0.3",
+    )
+
+
+def read_text(path: Path, flag: str) -> str:
+    """The whole of a UTF-8 file."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{flag} {path}: cannot be read ({error.strerror})") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{flag} {path}: not UTF-8 text") from None
+
+
+def write_text(path: Path, text: str, flag: str) -> None:
+    """Writes a file whole or not at all."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise UserError(f"{flag} {path}: cannot be written ({error.strerror})") from None
+
+
 def use_compile_cache(folder: Path | None) -> None:
     """Keeps compiled programs in `folder`; default: where JAX was told to, else ~/.cache."""
     if folder is None and os.environ.get("JAX_COMPILATION_CACHE_DIR"):

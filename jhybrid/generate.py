@@ -27,12 +27,7 @@ from jhybrid.sampling import Sampling
 
 def read_prompts(path: Path) -> list[str]:
     """The prompts of a file; empty lines are none."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise UserError(f"--prompt-file {path}: cannot be read ({error.strerror})") from None
-    except UnicodeDecodeError:
-        raise UserError(f"--prompt-file {path}: not UTF-8 text") from None
+    lines = commandline.read_text(path, "--prompt-file").splitlines()
     numbered = [(n, line) for n, line in enumerate(lines, 1) if line.strip()]
     if not numbered:
         raise UserError(f"--prompt-file {path}: no prompts")
@@ -95,13 +90,7 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--out", type=Path, help="also write JSON lines: prompt, completion")
     parser.add_argument("--memory", action="store_true", help="report the state's bytes on stderr")
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="a.b=c",
-        help="change the checkpoint's config, as model.blocks.*.mixer.kv_capacity=0.3",
-    )
+    commandline.add_set_option(parser)
     return parser
 
 
@@ -141,17 +130,9 @@ def main() -> int:
         longest = max(map(len, prompts)) + arguments.max_new_tokens
         print(memory.table(memory.memory(model, longest, usages)), file=sys.stderr)
     if arguments.out is not None:
-        _write(arguments.out, rows)
+        lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
+        commandline.write_text(arguments.out, "".join(lines), "--out")
     return 0
-
-
-def _write(path: Path, rows: list[dict[str, str]]) -> None:
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        partial.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-        partial.replace(path)
-    except OSError as error:
-        raise UserError(f"--out {path}: cannot be written ({error.strerror})") from None
 
 
 if __name__ == "__main__":
