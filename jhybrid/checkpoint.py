@@ -6,8 +6,9 @@ A workdir holds
     checkpoints/<step>/train         optimizer state, counters, RNG
     checkpoints/<step>/data          state of the data iterator, the same in every process
     checkpoints/<step>/config        the experiment that wrote this checkpoint
-An export holds `params/`, one Orbax checkpoint by the same paths, and `config.json`. Both are
-written under a temporary name and renamed when durable, so what is on disk is always whole.
+An export holds `params/`, one Orbax checkpoint by the same paths, `config.json` and, unless it is a
+shipped one, the tokenizer. Both are written under a temporary name and renamed when durable, so
+what is on disk is always whole.
 
     python -m jhybrid.checkpoint export WORKDIR OUT
 """
@@ -28,10 +29,13 @@ from jax.experimental import multihost_utils
 
 from jhybrid.commandline import Parser, run
 from jhybrid.config import Experiment
+from jhybrid.data.tokenizer import SETTINGS, tokenizer_files
 from jhybrid.errors import UserError, first_line
 from jhybrid.model import HybridLM
 from jhybrid.parameters import flatten, unflatten
 from jhybrid.serialization import from_json, override, to_json
+
+CARRIED_TOKENIZER = "tokenizer.json"  # what data.tokenizer says in an export that carries one
 
 # What may change between a checkpoint and the run that resumes it: where and how the same numbers
 # are computed, what is measured, and how long the run goes on.
@@ -222,15 +226,35 @@ def export(workdir: str | Path, out: str | Path) -> Path:
     return write_export(*_read_workdir(Path(workdir)), Path(out))
 
 
-def write_export(experiment: Experiment, params: Mapping[str, jax.Array], out: Path) -> Path:
-    """`params` by path and their config as a folder `load_model` reads, whole or not at all."""
+def write_export(
+    experiment: Experiment,
+    params: Mapping[str, jax.Array],
+    out: Path,
+    *,
+    files: Mapping[str, Path | bytes] = {},
+) -> Path:
+    """`params` by path and their config as a folder `load_model` reads, whole or not at all.
+
+    The tokenizer is copied into it, and `files` (by name, to copy or to write) as well.
+    """
     if out.exists():
         raise UserError(f"export: {out} already exists")
     partial = out.with_name(f".{out.name}-{os.getpid()}").absolute()
+    tokenizer = tokenizer_files(experiment.data.tokenizer)
+    if tokenizer:
+        experiment = _with_tokenizer(experiment, CARRIED_TOKENIZER)
     try:
         partial.mkdir(parents=True)
-        with ocp.StandardCheckpointer() as checkpointer:
+        # Weights hardly compress, and compressed they would be in memory twice while written.
+        handler = ocp.PyTreeCheckpointHandler(use_compression=False)
+        with ocp.Checkpointer(handler) as checkpointer:
             checkpointer.save(partial / "params", dict(params))
+        names = (CARRIED_TOKENIZER, SETTINGS)
+        for name, content in (*zip(names, tokenizer, strict=False), *files.items()):
+            if isinstance(content, bytes):
+                (partial / name).write_bytes(content)
+            else:
+                shutil.copyfile(content, partial / name)
         (partial / "config.json").write_text(to_json(experiment))
         partial.rename(out)
     except OSError as error:
@@ -238,6 +262,11 @@ def write_export(experiment: Experiment, params: Mapping[str, jax.Array], out: P
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return out
+
+
+def _with_tokenizer(experiment: Experiment, name: str) -> Experiment:
+    data = dataclasses.replace(experiment.data, tokenizer=name)
+    return dataclasses.replace(experiment, data=data)
 
 
 def load_model(path: str | Path, assignments: Sequence[str] = ()) -> tuple[Experiment, HybridLM]:
@@ -275,6 +304,8 @@ def _abstract_params(experiment: Experiment) -> dict[str, jax.ShapeDtypeStruct]:
 
 def _read_export(path: Path) -> tuple[Experiment, dict[str, jax.Array]]:
     experiment = _read_config(path / "config.json")
+    if experiment.data.tokenizer == CARRIED_TOKENIZER:
+        experiment = _with_tokenizer(experiment, str(path / CARRIED_TOKENIZER))
     wanted = _abstract_params(experiment)
     folder = path.absolute() / "params"
     with ocp.StandardCheckpointer() as checkpointer:

@@ -22,6 +22,7 @@ from pallas_kernels.array_types import Int
 
 END_OF_TEXT = "<|endoftext|>"
 SHIPPED_BPE = pathlib.Path(__file__).parent / "tokenizers" / "bpe4096.json.gz"
+SETTINGS = "tokenizer_config.json"  # beside a tokenizer.json
 # Names of the end-of-document token in public tokenizers, tried in this order.
 END_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|im_end|>")
 
@@ -137,12 +138,7 @@ def load_tokenizer(name: str) -> Tokenizer:
         return ByteTokenizer()
     if name == "bpe4096":
         return HuggingFaceTokenizer(name, gzip.decompress(SHIPPED_BPE.read_bytes()), END_OF_TEXT)
-    path = pathlib.Path(name).expanduser()
-    path = path / "tokenizer.json" if path.is_dir() else path
-    require(
-        path.is_file(),
-        f"data.tokenizer: {name!r} is neither 'bpe4096', 'bytes' nor a tokenizer.json file",
-    )
+    path = tokenizer_files(name)[0]
     try:
         serialized = path.read_bytes()
     except OSError as error:
@@ -150,9 +146,26 @@ def load_tokenizer(name: str) -> Tokenizer:
     return HuggingFaceTokenizer(name, serialized, _configured_end(path.parent))
 
 
+def tokenizer_files(name: str) -> tuple[pathlib.Path, ...]:
+    """What tokenizer `name` is read from: nothing if it is shipped, else its tokenizer.json first.
+
+    UserError when there is no such tokenizer.
+    """
+    if name in ("bytes", "bpe4096"):
+        return ()
+    path = pathlib.Path(name).expanduser()
+    path = path / "tokenizer.json" if path.is_dir() else path
+    require(
+        path.is_file(),
+        f"data.tokenizer: {name!r} is neither 'bpe4096', 'bytes' nor a tokenizer.json file",
+    )
+    beside = path.with_name(SETTINGS)
+    return (path, beside) if beside.is_file() else (path,)
+
+
 def _configured_end(folder: pathlib.Path) -> str | None:
     """The eos token that `tokenizer_config.json` beside the tokenizer names, if it exists."""
-    path = folder / "tokenizer_config.json"
+    path = folder / SETTINGS
     if not path.is_file():
         return None
     try:
