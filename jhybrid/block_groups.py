@@ -61,7 +61,7 @@ def by_block(params: nnx.State, blocks: Sequence[BlockConfig]) -> dict[str, jax.
     values = {}
     groups = find_groups(blocks)
     for path, value in flatten(params).items():
-        names = _block_paths(path, groups)
+        names = block_paths(path, groups)
         values.update({path: value} if names is None else dict(zip(names, value, strict=True)))
     return values
 
@@ -76,7 +76,7 @@ def from_blocks(
     left, stacked = dict(values), {}
     groups = find_groups(blocks)
     for path, like in flatten(params).items():
-        names = _block_paths(path, groups)
+        names = block_paths(path, groups)
         missing = [name for name in names or [path] if name not in left]
         if missing:
             raise ValueError(f"no value for parameter {', '.join(missing)}")
@@ -89,7 +89,7 @@ def from_blocks(
     return unflatten(params, stacked)
 
 
-def _block_paths(path: str, groups: Sequence[Group]) -> list[str] | None:
+def block_paths(path: str, groups: Sequence[Group]) -> list[str] | None:
     """`blocks.*` paths of the slices of a stacked parameter; None if it belongs to no block."""
     if not path.startswith("groups."):
         return None
