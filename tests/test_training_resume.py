@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -122,3 +123,43 @@ def test_sigterm_saves_and_exits_with_code_0(start, tmp_path):
     assert last["event"] == "checkpoint"
     assert f"stopped by SIGTERM after step {last['step']}" in out
     assert latest(tmp_path)[0] == last["step"]
+
+
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        return listener.getsockname()[1]
+
+
+@pytest.mark.slow
+def test_two_processes_train_and_resume_as_one_does(start, tmp_path):
+    constant = ("--set", "optimizer.schedule=warmup_stable_decay")  # whatever the last step is
+
+    def train_together(steps):
+        join = ("--coordinator", f"localhost:{free_port()}", "--num-processes", "2")
+        runs = [
+            start(
+                tmp_path / "two",
+                *(*join, "--process-id", str(process)),
+                *("--set", "mesh.data=2", "--set", f"training.steps={steps}", *constant),
+                config=plain,
+            )
+            for process in range(2)
+        ]
+        for run in runs:
+            _, err = run.communicate()
+            assert run.returncode == 0, err
+
+    train_together(4)
+    assert latest(tmp_path / "two")[0] == 4
+    train_together(6)
+    alone = start(tmp_path / "one", "--set", "training.steps=6", *constant, config=plain)
+    _, err = alone.communicate()
+    assert alone.returncode == 0, err
+
+    def losses(workdir):
+        lines = (workdir / "metrics.jsonl").read_text().splitlines()
+        records = [json.loads(line) for line in lines]
+        return [record["loss"] for record in records if record["event"] == "train"]
+
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
