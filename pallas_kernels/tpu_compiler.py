@@ -22,21 +22,23 @@ from jax.experimental import topologies
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Chip:
-    """One TensorCore of a chip, as JAX sees it: a v5p and a TPU7x chip have two."""
+    """What JAX calls a device: a chip, or one of the two halves of a TPU7x."""
 
     topology: str  # the smallest slice, as libtpu names it
+    cores: int  # that share the parallel axes of a kernel's grid
     flops: float  # bf16, per second
     bandwidth: float  # of HBM, bytes per second
     clock: float  # Hz
 
 
-# Rates: jax's own table (jax._src.tpu_info). Clocks: v5e and v5p from their rates, four arrays of
-# 128 x 128 products a cycle; v6e and TPU7x with 256 x 256 arrays, two of them, two rows a cycle.
+# Rates: jax's own table (jax._src.tpu_info), there by core. Clocks: v5e and v5p from their rates,
+# four arrays of 128 x 128 products a cycle; v6e and TPU7x likewise, two arrays of 256 x 256 that
+# take two rows a cycle.
 CHIPS: Mapping[str, Chip] = {
-    "v5e": Chip("v5e:2x2", 197e12, 820e9, 1.50e9),
-    "v5p": Chip("v5p:2x2x1", 229.5e12, 1230e9, 1.75e9),
-    "v6e": Chip("v6e:2x2", 920e12, 1640e9, 1.75e9),
-    "tpu7x": Chip("tpu7x:2x2x1", 1155e12, 3700e9, 2.20e9),
+    "v5e": Chip("v5e:2x2", 1, 197e12, 820e9, 1.50e9),
+    "v5p": Chip("v5p:2x2x1", 2, 459e12, 2460e9, 1.75e9),
+    "v6e": Chip("v6e:2x2", 1, 920e12, 1640e9, 1.75e9),
+    "tpu7x": Chip("tpu7x:2x2x1", 1, 1155e12, 3700e9, 2.20e9),
 }
 
 # What libtpu would otherwise ask of a metadata server, log at length for want of an answer, or
@@ -210,8 +212,9 @@ def read_kernels(folder: str | Path, jaxpr: Any) -> list[Kernel]:
         if match is None or "schedule-analysis" in path.name:
             continue
         stem, name = match.groups()
-        grid_name = next((g for g in (name, name.rsplit(".", 1)[0]) if g in grids), None)
-        if grid_name is None:
+        # jax.vjp wraps the name a kernel was given: jvp_NAME_.1
+        given = max((g for g in grids if g in name), key=len, default=None)
+        if given is None:
             continue
 
         def other(ending: str, stem=stem) -> str:
@@ -229,7 +232,7 @@ def read_kernels(folder: str | Path, jaxpr: Any) -> list[Kernel]:
         kernels.append(
             Kernel(
                 name=name,
-                steps=grids[grid_name],
+                steps=grids[given],
                 bundles=float(runs.sum()),
                 loops=tuple(loops),
                 units=dict(zip(units, (runs @ used / runs.sum()).tolist(), strict=True)),

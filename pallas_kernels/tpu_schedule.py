@@ -93,7 +93,7 @@ def measure(
         row,
         unit=work.unit,
         bundles_per_unit=bundles / work.units,
-        microseconds=1e6 * bundles / chip.clock,
+        microseconds=1e6 * bundles / chip.clock / chip.cores,
         flops_floor_us=1e6 * work.flops / chip.flops,
         bytes_floor_us=1e6 * work.bytes / chip.bandwidth,
         temporary_bytes=compiled.memory_analysis().temp_size_in_bytes,

@@ -7,7 +7,7 @@ from pallas_kernels import dispatch
 from pallas_kernels.array_types import Array, Float, Int
 from pallas_kernels.checks import Problem as Problem
 from pallas_kernels.checks import check_recurrence
-from pallas_kernels.gated_delta_rule import pallas_gpu, reference, xla
+from pallas_kernels.gated_delta_rule import pallas_gpu, pallas_tpu, reference, xla
 
 SHAPES = {
     "q": "B T Hk K",
@@ -92,5 +92,6 @@ def gated_delta_rule(
 IMPLEMENTATIONS: dispatch.Table = {
     "reference": dispatch.Candidate(reference.gated_delta_rule),
     "xla": dispatch.Candidate(xla.gated_delta_rule),
+    "pallas_tpu": dispatch.Candidate(pallas_tpu.gated_delta_rule, pallas_tpu.unsupported),
     "pallas_gpu": dispatch.Candidate(pallas_gpu.gated_delta_rule, pallas_gpu.unsupported),
 }

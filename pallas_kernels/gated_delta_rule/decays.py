@@ -102,11 +102,18 @@ def log_decay_gradient(
     in `through`.
     """
     crossing = jnp.tril(pair, -1)
-    balance = crossing.sum(-1) - crossing.sum(-2) + into
+    return accumulate(crossing.sum(-1) - crossing.sum(-2) + into, out, through[..., None])
+
+
+def accumulate(
+    balance: Float[Array, "*G C"], out: Float[Array, "*G C"], through: Float[Array, "*G #C"]
+) -> Float[Array, "*G C"]:
+    """The gradient of g, which is in `balance` of later tokens and its own, in `out` of earlier
+    ones and in `through`."""
     after = jnp.flip(jnp.cumsum(jnp.flip(balance, -1), -1), -1)
     # Shifted, not `cumsum - out`: the last token's `out` is 1 and would swamp small gradients.
     earlier = jnp.pad(out[..., :-1], [(0, 0)] * (out.ndim - 1) + [(1, 0)])
-    return after + jnp.cumsum(earlier, -1) + through[..., None]
+    return after + jnp.cumsum(earlier, -1) + through
 
 
 def _decays_forward(g, resets):
