@@ -37,6 +37,9 @@ def _require_multiple(name: str, value: int, of_name: str, of: int) -> None:
 
 
 # ---- Mixers: how tokens see each other ----
+# `mixing_flops(length, softmax_fraction)`: forward operations per token besides the projections,
+# averaged over a document of `length` tokens; `softmax_fraction` is the share of (chunk, head)
+# pairs that a router sends to softmax.
 
 
 @_frozen
@@ -78,6 +81,12 @@ class SoftmaxConfig:
             "mixer.rope_scaling needs mixer.rope_theta",
         )
 
+    def mixing_flops(self, length: int, softmax_fraction: float) -> float:
+        """2 H (K + V) n per token, n = (T + 1) / 2: the mean of min(i, window) for a window."""
+        window = min(self.window or length, length)
+        seen = (window * (window + 1) / 2 + window * (length - window)) / length
+        return 4 * self.num_heads * self.head_dim * seen
+
 
 @_frozen
 class GatedDeltaNetConfig:
@@ -97,6 +106,10 @@ class GatedDeltaNetConfig:
     @property
     def value_heads(self) -> int:
         return self.num_value_heads or self.num_heads
+
+    def mixing_flops(self, length: int, softmax_fraction: float) -> float:
+        """6 H K V per token: read S^T k, write k u^T, read S^T q; the decay is not counted."""
+        return 6 * self.value_heads * self.key_dim * self.value_dim
 
 
 @_frozen
@@ -147,6 +160,15 @@ class ChunkRoutedConfig:
     @property
     def softmax_value_dim(self) -> int:
         return self.num_heads * self.value_dim // self.num_softmax_heads
+
+    def mixing_flops(self, length: int, softmax_fraction: float) -> float:
+        """6 H K V for the delta rule, and softmax with n = (C + 1) / 2 + softmax_fraction (T - C) / 2
+        tokens seen."""
+        chunk = min(self.chunk_size, length)
+        seen = (chunk + 1) / 2 + softmax_fraction * (length - chunk) / 2
+        softmax_dims = self.softmax_key_dim + self.softmax_value_dim
+        delta = 6 * self.num_heads * self.key_dim * self.value_dim
+        return delta + 2 * self.num_softmax_heads * softmax_dims * seen
 
 
 MixerConfig = SoftmaxConfig | GatedDeltaNetConfig | ChunkRoutedConfig

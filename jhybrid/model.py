@@ -17,11 +17,7 @@ from flax import nnx
 from jhybrid.block_groups import Group, find_groups
 from jhybrid.config import (
     BlockConfig,
-    ChunkRoutedConfig,
-    GatedDeltaNetConfig,
-    MixerConfig,
     ModelConfig,
-    SoftmaxConfig,
     SwiGLUConfig,
 )
 from jhybrid.layers import LayerNorm, RMSNorm, SwiGLU, normal
@@ -229,12 +225,9 @@ def flops_per_token(
         3 * (2 * P + sum over blocks of M)
 
     P: parameters of every matrix and convolution, each used once per token: all parameters of two
-    or more dimensions, the embedding only as a tied head. M, the mixer without its projections,
-    for T = sequence_length tokens from the start of one document, averaged over them:
-
-        softmax        2 H (K + V) n,  n = (T + 1) / 2, the mean of min(i, window) for a window
-        delta rule     6 H K V         (read S^T k, write k u^T, read S^T q; decay not counted)
-        chunk-routed   both, with n = (C + 1) / 2 + softmax_fraction * (T - C) / 2
+    or more dimensions, the embedding only as a tied head. M, the mixer without its projections, for
+    T = sequence_length tokens from the start of one document, averaged over them: each config's
+    `mixing_flops`.
 
     What remat computes again, and what an implementation adds (chunked forms, masked blocks), is
     work but not counted. `softmax_fraction` is the share of (chunk, head) pairs sent to softmax.
@@ -244,26 +237,9 @@ def flops_per_token(
     used = matrix_paths(params) - (set() if config.tied_head else {"embed"})
     matrices = sum(sizes[path] for path in used)
     mixing = sum(
-        _mixing_flops(block.mixer, sequence_length, softmax_fraction) for block in config.blocks
+        block.mixer.mixing_flops(sequence_length, softmax_fraction) for block in config.blocks
     )
     return 3 * (2 * matrices + mixing)
-
-
-def _mixing_flops(mixer: MixerConfig, length: int, softmax_fraction: float) -> float:
-    match mixer:
-        case SoftmaxConfig():
-            window = min(mixer.window or length, length)
-            seen = (window * (window + 1) / 2 + window * (length - window)) / length
-            return 4 * mixer.num_heads * mixer.head_dim * seen
-        case GatedDeltaNetConfig():
-            return 6 * mixer.value_heads * mixer.key_dim * mixer.value_dim
-        case ChunkRoutedConfig():
-            chunk = min(mixer.chunk_size, length)
-            seen = (chunk + 1) / 2 + softmax_fraction * (length - chunk) / 2
-            softmax_dims = mixer.softmax_key_dim + mixer.softmax_value_dim
-            delta = 6 * mixer.num_heads * mixer.key_dim * mixer.value_dim
-            return delta + 2 * mixer.num_softmax_heads * softmax_dims * seen
-    raise TypeError(f"no FLOP count for {type(mixer).__name__}")
 
 
 def _norm(kind: str, model: ModelConfig) -> RMSNorm | LayerNorm:
