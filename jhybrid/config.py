@@ -4,37 +4,15 @@ A config file is a Python file with `def config() -> Experiment`. Variants are m
 `dataclasses.replace` or, on the command line, by `serialization.override`.
 """
 
-import dataclasses
 import math
 import re
 from collections.abc import Sequence
-from typing import Literal, TypeVar, dataclass_transform
+from typing import Literal
 
-from jhybrid.errors import UserError
-
-_Config = TypeVar("_Config")
-
-
-@dataclass_transform(frozen_default=True, kw_only_default=True)
-def _frozen(config: type[_Config]) -> type[_Config]:
-    return dataclasses.dataclass(frozen=True, slots=True, kw_only=True)(config)
-
-
-def require(condition: bool, message: str) -> None:
-    if not condition:
-        raise UserError(message)
-
-
-def _require_positive(owner: str, config: object, *names: str) -> None:
-    for name in names:
-        value = getattr(config, name)
-        positive = value is None or 0 < value < math.inf
-        require(positive, f"{owner}.{name}={value} must be positive and finite")
-
-
-def _require_multiple(name: str, value: int, of_name: str, of: int) -> None:
-    require(of > 0 and value % of == 0, f"{name}={value} must be a multiple of {of_name}={of}")
-
+from jhybrid.config_fields import frozen, require_multiple, require_positive
+from jhybrid.config_fields import require as require
+from jhybrid.recurrent_config import GatedDeltaNetConfig as GatedDeltaNetConfig
+from jhybrid.recurrent_config import HGRN2Config, HGRNConfig, RecurrentConfig
 
 # ---- Mixers: how tokens see each other ----
 # `mixing_flops(length, softmax_fraction)`: forward operations per token besides the projections,
@@ -42,7 +20,7 @@ def _require_multiple(name: str, value: int, of_name: str, of: int) -> None:
 # pairs that a router sends to softmax.
 
 
-@_frozen
+@frozen
 class RopeScaling:
     """Llama 3.1's stretching of slow rotations; see `layers.rotary_frequencies`."""
 
@@ -52,14 +30,14 @@ class RopeScaling:
     original_length: int  # tokens
 
     def __post_init__(self):
-        _require_positive("rope_scaling", self, "factor", "low_turns", "original_length")
+        require_positive("rope_scaling", self, "factor", "low_turns", "original_length")
         require(
             self.high_turns > self.low_turns,
             f"rope_scaling.high_turns={self.high_turns} must exceed low_turns={self.low_turns}",
         )
 
 
-@_frozen
+@frozen
 class SoftmaxConfig:
     """Causal softmax attention with grouped key/value heads."""
 
@@ -73,8 +51,8 @@ class SoftmaxConfig:
     window: int | None = None  # keys each query sees, itself included
 
     def __post_init__(self):
-        _require_positive("mixer", self, "num_heads", "head_dim", "rope_theta", "window")
-        _require_multiple("mixer.num_heads", self.num_heads, "num_kv_heads", self.num_kv_heads)
+        require_positive("mixer", self, "num_heads", "head_dim", "rope_theta", "window")
+        require_multiple("mixer.num_heads", self.num_heads, "num_kv_heads", self.num_kv_heads)
         require(self.head_dim % 2 == 0 or self.rope_theta is None, "mixer.head_dim must be even")
         require(
             self.rope_scaling is None or self.rope_theta is not None,
@@ -88,31 +66,7 @@ class SoftmaxConfig:
         return 4 * self.num_heads * self.head_dim * seen
 
 
-@_frozen
-class GatedDeltaNetConfig:
-    """Gated DeltaNet (arXiv 2412.06464): a recurrent state with decay and delta-rule writes."""
-
-    num_heads: int  # query/key heads
-    key_dim: int  # per head
-    value_dim: int  # per head
-    num_value_heads: int | None = None  # None: num_heads
-    conv_width: int = 4
-    negative_eigenvalues: bool = False  # beta in (0, 2) instead of (0, 1)
-
-    def __post_init__(self):
-        _require_positive("mixer", self, "num_value_heads", "key_dim", "value_dim", "conv_width")
-        _require_multiple("mixer.num_value_heads", self.value_heads, "num_heads", self.num_heads)
-
-    @property
-    def value_heads(self) -> int:
-        return self.num_value_heads or self.num_heads
-
-    def mixing_flops(self, length: int, softmax_fraction: float) -> float:
-        """6 H K V per token: read S^T k, write k u^T, read S^T q; the decay is not counted."""
-        return 6 * self.value_heads * self.key_dim * self.value_dim
-
-
-@_frozen
+@frozen
 class ChunkRoutedConfig:
     """NAtS-L (arXiv 2602.03681): each chunk of tokens, per head, goes to softmax or to GDN."""
 
@@ -137,15 +91,15 @@ class ChunkRoutedConfig:
 
     def __post_init__(self):
         sizes = ("num_softmax_heads", "key_dim", "value_dim", "chunk_size", "conv_width")
-        _require_positive("mixer", self, *sizes, "rope_theta")
+        require_positive("mixer", self, *sizes, "rope_theta")
         require(
             0 <= self.kv_capacity <= 1, f"mixer.kv_capacity={self.kv_capacity} must lie in [0, 1]"
         )
         split = self.num_softmax_heads
-        _require_multiple("mixer.num_softmax_heads", split, "num_heads", self.num_heads)
+        require_multiple("mixer.num_softmax_heads", split, "num_heads", self.num_heads)
         for name in ("key_dim", "value_dim"):
             total = getattr(self, name) * self.num_heads
-            _require_multiple(f"mixer.{name}*num_heads", total, "num_softmax_heads", split)
+            require_multiple(f"mixer.{name}*num_heads", total, "num_softmax_heads", split)
         rotary = self.rope_theta is not None
         require(
             not rotary or self.softmax_key_dim % 2 == 0,
@@ -162,8 +116,8 @@ class ChunkRoutedConfig:
         return self.num_heads * self.value_dim // self.num_softmax_heads
 
     def mixing_flops(self, length: int, softmax_fraction: float) -> float:
-        """6 H K V for the delta rule, and softmax with n = (C + 1) / 2 + softmax_fraction (T - C) / 2
-        tokens seen."""
+        """6 H K V per token for the delta rule, and as for softmax attention
+        n = (C + 1) / 2 + softmax_fraction (T - C) / 2."""
         chunk = min(self.chunk_size, length)
         seen = (chunk + 1) / 2 + softmax_fraction * (length - chunk) / 2
         softmax_dims = self.softmax_key_dim + self.softmax_value_dim
@@ -171,24 +125,24 @@ class ChunkRoutedConfig:
         return delta + 2 * self.num_softmax_heads * softmax_dims * seen
 
 
-MixerConfig = SoftmaxConfig | GatedDeltaNetConfig | ChunkRoutedConfig
+MixerConfig = SoftmaxConfig | ChunkRoutedConfig | RecurrentConfig
 
 
 # ---- The model: a stack of blocks ----
 
 
-@_frozen
+@frozen
 class SwiGLUConfig:
     width: int
 
     def __post_init__(self):
-        _require_positive("channel_mixer", self, "width")
+        require_positive("channel_mixer", self, "width")
 
 
 ChannelMixerConfig = SwiGLUConfig | None
 
 
-@_frozen
+@frozen
 class BlockConfig:
     """x += mixer(norm(x)); then, if there is one, x += channel_mixer(norm(x))."""
 
@@ -197,7 +151,7 @@ class BlockConfig:
     norm: Literal["rms", "layer"] = "rms"
 
 
-@_frozen
+@frozen
 class ModelConfig:
     vocab_size: int
     dim: int
@@ -213,7 +167,23 @@ class ModelConfig:
 
     def __post_init__(self):
         require(len(self.blocks) > 0, "model.blocks must not be empty")
-        _require_positive("model", self, "vocab_size", "dim", "loss_chunk_tokens", "norm_eps")
+        require_positive("model", self, "vocab_size", "dim", "loss_chunk_tokens", "norm_eps")
+        widths = self._bounded_gate_widths()
+        require(
+            len(widths) <= 1,
+            f"model.blocks: mixers with lower_bound have gates of {sorted(widths)} channels; "
+            "they share one table, so these must be equal",
+        )
+
+    @property
+    def gate_width(self) -> int | None:
+        """Channels of the forget gates whose lower bounds the model learns, if there are any."""
+        return next(iter(self._bounded_gate_widths()), None)
+
+    def _bounded_gate_widths(self) -> set[int]:
+        mixers = (block.mixer for block in self.blocks)
+        gated = (m for m in mixers if isinstance(m, HGRNConfig | HGRN2Config))
+        return {mixer.gate_width for mixer in gated if mixer.lower_bound}
 
 
 def pattern(blocks: Sequence[BlockConfig], depth: int) -> tuple[BlockConfig, ...]:
@@ -225,14 +195,14 @@ def pattern(blocks: Sequence[BlockConfig], depth: int) -> tuple[BlockConfig, ...
 # `weight` is the source's share of rows, that is of token positions; only ratios matter.
 
 
-@_frozen
+@frozen
 class EmbeddedText:
     """The public-domain prose shipped with the package."""
 
     weight: float = 1.0
 
 
-@_frozen
+@frozen
 class TextFiles:
     """Local .txt, .jsonl (field `text`), .gz of either: one document per file or line.
 
@@ -244,7 +214,7 @@ class TextFiles:
     text_field: str = "text"
 
 
-@_frozen
+@frozen
 class TokenRecords:
     """ArrayRecord files written by `python -m jhybrid.data.prepare`."""
 
@@ -252,7 +222,7 @@ class TokenRecords:
     weight: float = 1.0
 
 
-@_frozen
+@frozen
 class AssociativeRecall:
     """Multi-query associative recall (Zoology, arXiv 2312.04927); loss on the answers only."""
 
@@ -275,7 +245,7 @@ class AssociativeRecall:
         )
 
 
-@_frozen
+@frozen
 class Needle:
     """Synthetic needle-in-a-haystack documents in RULER's phrasing over the embedded prose."""
 
@@ -285,13 +255,13 @@ class Needle:
     answer_only: bool = False  # loss on the answer only, not on the haystack
 
     def __post_init__(self):
-        _require_positive("Needle", self, "num_needles", "length")
+        require_positive("Needle", self, "num_needles", "length")
 
 
 SourceConfig = EmbeddedText | TextFiles | TokenRecords | AssociativeRecall | Needle
 
 
-@_frozen
+@frozen
 class DataConfig:
     sources: tuple[SourceConfig, ...] = (EmbeddedText(),)
     tokenizer: str = "bpe4096"  # "bpe4096" | "bytes" | path of a Hugging Face tokenizer.json
@@ -310,7 +280,7 @@ class DataConfig:
             all(0 < s.weight < math.inf for s in self.sources),
             "data.sources: every weight must be positive and finite",
         )
-        _require_positive("data", self, "sequence_length", "batch_size", "document_alignment")
+        require_positive("data", self, "sequence_length", "batch_size", "document_alignment")
         for name in ("sequence_length", "batch_size"):  # positions and rows are int32
             require(getattr(self, name) < 2**31, f"data.{name} must be less than 2**31")
         require(self.seed >= 0, "data.seed must not be negative")
@@ -321,7 +291,7 @@ class DataConfig:
 # ---- Optimizer, devices, run ----
 
 
-@_frozen
+@frozen
 class OptimizerConfig:
     """AdamW with warm-up and decay; see jhybrid/optimizer.py."""
 
@@ -343,7 +313,7 @@ class OptimizerConfig:
     frozen_dtype: Literal["bfloat16", "float32"] | None = None  # None: model.param_dtype
 
     def __post_init__(self):
-        _require_positive("optimizer", self, "learning_rate", "clip_norm", "eps")
+        require_positive("optimizer", self, "learning_rate", "clip_norm", "eps")
         for name in ("warmup_steps", "decay_steps", "weight_decay"):
             value = getattr(self, name)
             require(0 <= value < math.inf, f"optimizer.{name}={value} must be finite, at least 0")
@@ -353,7 +323,7 @@ class OptimizerConfig:
         require(self.accumulation_steps >= 1, "optimizer.accumulation_steps must be >= 1")
 
 
-@_frozen
+@frozen
 class MeshConfig:
     """Devices per mesh axis; their product is the number of devices used."""
 
@@ -372,7 +342,7 @@ class MeshConfig:
         )
 
 
-@_frozen
+@frozen
 class TrainingConfig:
     steps: int = 1000
     seed: int = 0
@@ -396,7 +366,7 @@ class TrainingConfig:
         require(self.eval_every_steps >= 0, "training.eval_every_steps must not be negative")
 
 
-@_frozen
+@frozen
 class Experiment:
     name: str
     model: ModelConfig

@@ -1,5 +1,5 @@
 """The small modules every mixer and block is made of; none of them lets tokens see each other
-except ShortConv.
+except ShortConv and token_before.
 
 Parameters are created as N(0, 0.02) (norm scales as 1, biases as 0) in `param_dtype` and carry
 logical axis names. Matrices multiply in `dtype`; norms and the convolution compute in fp32 and
@@ -7,6 +7,7 @@ return the dtype they were given. "fp32" means float64 for float64 inputs, so th
 checked there.
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -35,6 +36,19 @@ def rms_normalise(
     """weight * x / sqrt(mean(x^2) + eps) over the last axis, in fp32 and returned so."""
     x = upcast(x)
     return weight * x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + eps)
+
+
+def layer_normalise(
+    x: Float[Array, "*batch K"], weight: Float[Array, "K"], bias: Float[Array, "K"], eps: float
+) -> Float[Array, "*batch K"]:
+    """weight * (x - mean) / sqrt(variance + eps) + bias over the last axis, in fp32, returned so.
+
+    `weight` and `bias` may have leading axes that broadcast against x: one set per head.
+    """
+    centred = upcast(x)
+    centred -= jnp.mean(centred, -1, keepdims=True)
+    scale = jax.lax.rsqrt(jnp.mean(centred * centred, -1, keepdims=True) + eps)
+    return weight * centred * scale + bias
 
 
 def l2_normalise(x: Float[Array, "*batch K"], eps: float = 1e-6) -> Float[Array, "*batch K"]:
@@ -108,6 +122,31 @@ class Linear(nnx.Module):
         return y if self.bias is None else y + self.bias[...].astype(self.out_dtype)
 
 
+class LowRank(nnx.Module):
+    """y = up(activation(down(x))), or with a bias, through `rank` channels."""
+
+    def __init__(
+        self,
+        in_dim: int,
+        rank: int,
+        out_dim: int,
+        *,
+        activation: Callable[[Array], Array] = lambda x: x,
+        dtype: str,
+        param_dtype: str,
+        rngs: nnx.Rngs,
+        bias: bool = False,
+        wide: bool = False,
+    ):
+        linear = partial(Linear, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        self.down = linear(in_dim, rank, axes=("embed", None))
+        self.up = linear(rank, out_dim, axes=(None, "heads"), bias=bias, wide=wide)
+        self.activation = activation
+
+    def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch F"]:
+        return self.up(self.activation(self.down(x)))
+
+
 class RMSNorm(nnx.Module):
     """weight * x / sqrt(mean(x^2) + eps) over the last axis."""
 
@@ -128,10 +167,7 @@ class LayerNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
-        centred = upcast(x)
-        centred -= jnp.mean(centred, -1, keepdims=True)
-        scale = jax.lax.rsqrt(jnp.mean(centred * centred, -1, keepdims=True) + self.eps)
-        return (self.weight[...] * centred * scale + self.bias[...]).astype(x.dtype)
+        return layer_normalise(x, self.weight[...], self.bias[...], self.eps).astype(x.dtype)
 
 
 class SwiGLU(nnx.Module):
@@ -157,14 +193,18 @@ class SwiGLU(nnx.Module):
 
 
 class ShortConv(nnx.Module):
-    """Causal depthwise convolution with SiLU: y_t = silu(sum_j weight_j * x_{t - (W-1) + j}).
+    """Causal depthwise convolution: y_t = silu(sum_j weight_j * x_{t - (W-1) + j}, plus a bias).
 
     Inputs before the row's first token are zero, or `tail`: the last W - 1 inputs of an earlier
     call. With `segment_ids` a token never sees the inputs of another segment.
     """
 
-    def __init__(self, channels: int, width: int, *, param_dtype: str, rngs: nnx.Rngs):
+    def __init__(
+        self, channels: int, width: int, *, param_dtype: str, rngs: nnx.Rngs, bias: bool = False
+    ):
         self.weight = nnx.Param(normal(rngs, (width, channels), param_dtype), axes=(None, "heads"))
+        zeros = jnp.zeros((channels,), param_dtype)
+        self.bias = nnx.Param(zeros, axes=("heads",)) if bias else None
         self.width = width
 
     def empty_tail(self, batch: int, dtype: str | jnp.dtype) -> Float[Array, "B tail F"]:
@@ -188,6 +228,8 @@ class ShortConv(nnx.Module):
                 theirs = jnp.pad(segment_ids, ((0, 0), (distance, 0)), mode="edge")[:, :T]
                 earlier = jnp.where((theirs == segment_ids)[..., None], earlier, 0)
             y += weight[self.width - 1 - distance] * earlier
+        if self.bias is not None:
+            y += self.bias[...]
         return jax.nn.silu(y).astype(x.dtype)
 
     def tail_after(
@@ -197,5 +239,27 @@ class ShortConv(nnx.Module):
         count: Int[Array, "B"],
     ) -> Float[Array, "B tail F"]:
         """The tail once the first `count` tokens of each row of x have gone through."""
-        index = count[:, None] + jnp.arange(self.width - 1)
-        return jnp.take_along_axis(jnp.concatenate([tail, x], 1), index[..., None], 1)
+        return last_inputs(tail, x, count)
+
+
+def last_inputs(
+    tail: Float[Array, "B W F"], x: Float[Array, "B T F"], count: Int[Array, "B"]
+) -> Float[Array, "B W F"]:
+    """The last W inputs once the first `count` tokens of each row of x have followed `tail`."""
+    index = count[:, None] + jnp.arange(tail.shape[1])
+    return jnp.take_along_axis(jnp.concatenate([tail, x], 1), index[..., None], 1)
+
+
+def token_before(
+    x: Float[Array, "B T F"],
+    last: Float[Array, "B 1 F"] | None,
+    segment_ids: Int[Array, "B T"] | None,
+) -> Float[Array, "B T F"]:
+    """x_{t-1}: `last` or zeros before the row's first token, zeros before a segment's first."""
+    if last is None:
+        last = jnp.zeros_like(x[:, :1])
+    before = jnp.concatenate([last, x[:, :-1]], 1)
+    if segment_ids is None:
+        return before
+    theirs = jnp.pad(segment_ids, ((0, 0), (1, 0)), mode="edge")[:, :-1]
+    return jnp.where((theirs == segment_ids)[..., None], before, 0)

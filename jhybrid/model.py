@@ -90,6 +90,13 @@ class HybridLM(nnx.Module):
             for group in find_groups(config.blocks)
         )
         self.norm = _norm(config.blocks[-1].norm, config)
+        # Logits of the rising lower bounds of forget gates; every block has a row.
+        width = config.gate_width
+        self.lower_bounds = (
+            None
+            if width is None
+            else nnx.Param(jnp.zeros((len(config.blocks), width), dtype), axes=("layers", "heads"))
+        )
         self.head = (
             None
             if config.tied_head
@@ -134,10 +141,11 @@ class HybridLM(nnx.Module):
         """Without `state` a full sequence; with it a prefill or, for T = 1, a decoding step."""
         x = self.embed[...][tokens].astype(self.config.compute_dtype)
         x = constrain(x, "batch", "time", None)
+        bounds = None if self.lower_bounds is None else rising_bounds(self.lower_bounds[...])
         after, reports = [], {}
         for group, blocks in zip(self.layout, self.groups, strict=True):
             before = None if state is None else state[group.start : group.stop]
-            x, states, group_reports = self._run(group, blocks, x, before, context)
+            x, states, group_reports = self._run(group, blocks, x, before, context, bounds)
             after += states
             for block, report in enumerate(group_reports, group.start):
                 if report:
@@ -158,6 +166,7 @@ class HybridLM(nnx.Module):
         x: Float[Array, "B T D"],
         states: tuple[State, ...] | None,
         context: Context,
+        bounds: Float[Array, "L F"] | None,
     ) -> tuple[Float[Array, "B T D"], list[State], list[Report]]:
         """All repeats of one group; states and reports by block."""
         graphdefs, params = zip(*(nnx.split(block) for block in blocks), strict=True)
@@ -176,10 +185,13 @@ class HybridLM(nnx.Module):
         def run_repeat(x, params, states, repeat):
             results = []
             for position in range(len(blocks)):
-                own = context
-                if context.rng is not None:
-                    key = jax.random.fold_in(context.rng, group.block(repeat, position))
-                    own = dataclasses.replace(context, rng=key)
+                index = group.block(repeat, position)
+                own = dataclasses.replace(
+                    context,
+                    rng=None if context.rng is None else jax.random.fold_in(context.rng, index),
+                    depth=jnp.asarray(index / len(self.config.blocks), jnp.float32),
+                    lower_bound=None if bounds is None else bounds[index],
+                )
                 x, *rest = run_block(position)(params[position], x, states[position], own)
                 results.append(rest)
             states, reports = zip(*results, strict=True)
@@ -204,6 +216,15 @@ class HybridLM(nnx.Module):
             after += new_states
             reports += new_reports
         return x, after, reports
+
+
+def rising_bounds(logits: Float[Array, "L F"]) -> Float[Array, "L F"]:
+    """Lower bounds of each block's forget gates: 0 in the first, rising by a softmax over blocks.
+
+    HGRN, arXiv 2311.04823, equation 4; fp32.
+    """
+    shares = jax.nn.softmax(logits.astype(jnp.promote_types(logits.dtype, jnp.float32)), axis=0)
+    return jnp.cumsum(shares, axis=0) - shares[0]
 
 
 def training_context(batch: Mapping[str, Int[Array, "B T"]]) -> Context:

@@ -16,6 +16,18 @@ from jhybrid.config import (
     SoftmaxConfig,
 )
 from jhybrid.mixers import Context, build_mixer
+from jhybrid.recurrent_config import (
+    DeltaNetConfig,
+    GLAConfig,
+    HGRN2Config,
+    HGRNConfig,
+    KDAConfig,
+    LightningConfig,
+    Mamba2Config,
+    RetNetConfig,
+    RWKV6ChannelConfig,
+    RWKV6Config,
+)
 
 DIM = 24
 CHUNK = 8
@@ -37,6 +49,16 @@ CONFIGS = {
     "gated_delta_net": GatedDeltaNetConfig(
         num_heads=2, key_dim=8, value_dim=8, num_value_heads=4, negative_eigenvalues=True
     ),
+    "delta_net": DeltaNetConfig(num_heads=2, key_dim=8, value_dim=8, negative_eigenvalues=True),
+    "kda": KDAConfig(num_heads=2, key_dim=8, value_dim=12),
+    "gla": GLAConfig(num_heads=2, key_dim=8, value_dim=12, gate_rank=4),
+    "hgrn": HGRNConfig(width=16),
+    "hgrn2": HGRN2Config(num_heads=2, key_dim=8, value_dim=12),
+    "retnet": RetNetConfig(num_heads=2, key_dim=8, value_dim=12),
+    "lightning": LightningConfig(num_heads=2, key_dim=8, value_dim=12),
+    "mamba2": Mamba2Config(num_heads=4, key_dim=8, value_dim=8, num_groups=2),
+    "rwkv6": RWKV6Config(num_heads=2, key_dim=8, value_dim=12, shift_rank=4, decay_rank=6),
+    "rwkv6_channel": RWKV6ChannelConfig(width=32),
     "chunk_routed": ROUTED,
     "chunk_routed_options": dataclasses.replace(
         ROUTED,
@@ -105,9 +127,9 @@ def build(config):
     keys = iter(jax.random.split(jax.random.key(1), 99))
 
     def grow(name, value):
-        if value.ndim == 2:
+        if value.ndim >= 2:
             return 12 * value
-        if name.endswith("proj.bias"):
+        if not value.any():
             return 0.3 * jax.random.normal(next(keys), value.shape, value.dtype)
         return value * (1 + 0.2 * jax.random.normal(next(keys), value.shape, value.dtype))
 

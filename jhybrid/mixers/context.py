@@ -15,7 +15,16 @@ Report = dict[str, Array]  # statistics of one call; empty for mixers that decid
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=("positions", "segment_ids", "lengths", "rng", "temperature", "routes"),
+    data_fields=(
+        "positions",
+        "segment_ids",
+        "lengths",
+        "rng",
+        "temperature",
+        "routes",
+        "depth",
+        "lower_bound",
+    ),
     meta_fields=(),
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,6 +41,8 @@ class Context:
     rng: Array | None = None  # key of stochastic routing; without it routing is deterministic
     temperature: Float[Array, ""] | None = None  # of the router's softmax
     routes: Bool[Array, "B N H"] | None = None  # decisions of this mixer, by chunk of the row
+    depth: Float[Array, ""] | None = None  # blocks below this one, over all blocks
+    lower_bound: Float[Array, "F"] | None = None  # of this mixer's forget gates, in [0, 1)
 
     def valid(self) -> Bool[Array, "B T"]:
         """Which tokens are not padding."""

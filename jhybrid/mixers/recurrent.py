@@ -1,0 +1,80 @@
+"""What the mixers with a recurrent memory share: their state, and the way through an op."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jhybrid.config import ModelConfig
+from jhybrid.layers import RMSNorm, rms_normalise, upcast
+from jhybrid.mixers.context import Context
+from jhybrid.sharding import shard_op
+from pallas_kernels.array_types import Array, Float, Int
+
+_HEADS = ("batch", None, "heads")
+
+
+class RecurrentState(NamedTuple):
+    """After `length` tokens: the memory (fp32), and the last inputs of convolutions or shifts."""
+
+    length: Int[Array, "B"]
+    tails: Any
+    memory: Float[Array, "B H *dims"] | None
+
+
+def empty_state(
+    batch: int, shape: tuple[int, ...] | None, model: ModelConfig, tails: Any = None
+) -> RecurrentState:
+    """The state before any token, with a memory of zeros of `shape` per row."""
+    dtype = jnp.promote_types(model.compute_dtype, jnp.float32)
+    memory = None if shape is None else jnp.zeros((batch, *shape), dtype)
+    return RecurrentState(jnp.zeros((batch,), jnp.int32), tails, memory)
+
+
+def split_heads(x: Float[Array, "B T F"], heads: int) -> Float[Array, "B T H K"]:
+    return x.reshape(*x.shape[:2], heads, -1)
+
+
+def recur(
+    op: Callable[..., tuple[Array, Array]],
+    arguments: Mapping[str, Array],
+    state: RecurrentState | None,
+    context: Context,
+    *,
+    tails: Any = None,
+    **options: Any,
+) -> tuple[Float[Array, "B T H V"], RecurrentState | None]:
+    """`op` on its [B, T, H, ...] arguments (and bonus [H, K]), each device on its own heads.
+
+    The memory goes through it, if there is a state, whose new tails are `tails`. Padding has g, k
+    and v of 0, which leaves the memory alone.
+    """
+    arguments = dict(arguments)
+    if state is not None:
+        context.require_one_document()
+    if context.lengths is not None:
+        for name in {"g", "k", "v"} & arguments.keys():
+            x = arguments[name]
+            valid = jnp.expand_dims(context.valid(), range(2, x.ndim))
+            arguments[name] = jnp.where(valid, x, 0)
+    axes = dict.fromkeys(arguments, _HEADS)
+    axes |= {"bonus": ("heads",), "initial_state": ("batch", "heads"), "segment_ids": ("batch",)}
+    run = shard_op(partial(op, **options), axes, (_HEADS, ("batch", "heads")))
+    memory = None if state is None else state.memory
+    o, memory = run(**arguments, initial_state=memory, segment_ids=context.segment_ids)
+    if state is not None:
+        state = RecurrentState(state.length + context.counts(), tails, memory)
+    return o, state
+
+
+def gated_norm(
+    o: Float[Array, "B T H V"],
+    norm: RMSNorm,
+    gate: Float[Array, "B T F"],
+    activation: Callable[[Array], Array] = jax.nn.silu,
+) -> Float[Array, "B T F"]:
+    """RMSNorm of each head times activation(gate), in fp32 and returned so."""
+    gate = activation(upcast(gate)).reshape(o.shape)
+    return (rms_normalise(o, norm.weight[...], norm.eps) * gate).reshape(*o.shape[:2], -1)
