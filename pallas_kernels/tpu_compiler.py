@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import topologies
+from jax.experimental.compilation_cache import compilation_cache
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -105,13 +106,15 @@ def _default_backend(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _no_compilation_cache() -> Iterator[None]:
-    """A program found in the cache is not compiled, and leaves no schedule."""
+    """A program found in the cache is not compiled, and leaves no schedule; nor can it be read."""
     before = jax.config.jax_enable_compilation_cache
     jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # JAX looks at the setting once, when it first compiles
     try:
         yield
     finally:
         jax.config.update("jax_enable_compilation_cache", before)
+        compilation_cache.reset_cache()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
