@@ -89,7 +89,7 @@ def compile_for(chip: str, function: Callable, *arguments: Any) -> tuple[Any, An
     shapes = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments
     )
-    with jax.set_mesh(mesh), _default_backend("tpu"), _no_compilation_cache():
+    with jax.set_mesh(mesh), _default_backend("tpu"), no_compilation_cache():
         traced = jax.jit(function).trace(*shapes)
         return traced.jaxpr, traced.lower(lowering_platforms=("tpu",)).compile()
 
@@ -105,8 +105,8 @@ def _default_backend(name: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _no_compilation_cache() -> Iterator[None]:
-    """A program found in the cache is not compiled, and leaves no schedule; nor can it be read."""
+def no_compilation_cache() -> Iterator[None]:
+    """For programs of other machines: JAX can write them to its cache, but not read them back."""
     before = jax.config.jax_enable_compilation_cache
     jax.config.update("jax_enable_compilation_cache", False)
     compilation_cache.reset_cache()  # JAX looks at the setting once, when it first compiles

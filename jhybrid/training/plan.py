@@ -5,18 +5,17 @@ configuration fits a slice nobody has booked yet. It is a compiler's answer, not
 """
 
 import dataclasses
-import os
 from collections.abc import Mapping
 from typing import Any
 
 import jax
-from jax.experimental import topologies
 
 from jhybrid.config import Experiment, MeshConfig
 from jhybrid.errors import UserError, first_line
 from jhybrid.model import flops_per_token, parameter_count
 from jhybrid.sharding import make_mesh
 from jhybrid.training.step import Program
+from pallas_kernels.tpu_compiler import no_compilation_cache, topology_devices
 
 GIB = 2**30
 
@@ -112,24 +111,13 @@ def plan_tpu(experiment: Experiment, topology: str) -> Plan:
         raise UserError(
             f"--plan {topology}: it has {len(devices)} devices, the mesh asks for {used}"
         )
-    return _compile(experiment, devices, HBM_BYTES.get(devices[0].device_kind))
-
-
-# What libtpu would otherwise ask of Google's metadata server, log at length for want of an answer,
-# or lock. The accelerator type has no bearing on the topology it compiles for.
-_LIBTPU_ALONE: Mapping[str, str] = {
-    "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-}
+    with no_compilation_cache():
+        return _compile(experiment, devices, HBM_BYTES.get(devices[0].device_kind))
 
 
 def _topology_devices(topology: str) -> list[jax.Device]:
-    for name, value in _LIBTPU_ALONE.items():
-        os.environ.setdefault(name, value)
     try:
-        return list(topologies.get_topology_desc(topology, "tpu").devices)
+        return topology_devices(topology)
     except RuntimeError as error:
         missing = "not installed" in str(error)
         hint = "pip install 'jhybrid[tpu]'" if missing else "names look like v5e:2x2"
