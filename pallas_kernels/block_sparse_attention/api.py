@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.array_types import Array, Float, Int
-from pallas_kernels.block_sparse_attention import reference, xla
+from pallas_kernels.block_sparse_attention import pallas_tpu, reference, xla
 from pallas_kernels.block_sparse_attention.block_mask import BlockMask, Chunks
 from pallas_kernels.dispatch import Candidate, Implementation, Table, resolve
 
@@ -190,4 +190,5 @@ def _check_options(
 IMPLEMENTATIONS: Table = {
     "reference": Candidate(reference.block_sparse_attention),
     "xla": Candidate(xla.block_sparse_attention),
+    "pallas_tpu": Candidate(pallas_tpu.block_sparse_attention, pallas_tpu.unsupported),
 }

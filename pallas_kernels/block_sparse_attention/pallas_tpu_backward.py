@@ -22,10 +22,11 @@ from pallas_kernels.block_sparse_attention.pallas_tpu_forward import (
     specs,
 )
 from pallas_kernels.block_sparse_attention.pallas_tpu_tiles import (
-    HBM,
+    IN_HBM,
     VMEM,
     Ref,
     Setup,
+    block,
     carries_bias,
     column,
     dot,
@@ -83,9 +84,9 @@ def query_gradient(setup: Setup, mask: ByQuery, rows: Rows, k: Array, v: Array) 
 
     def call(mask, rows, k, v):
         by_query = Rows(
-            q=pl.BlockSpec((1, 1, tile, K), lambda b, h, i: (b, h, i, 0)),
-            do=pl.BlockSpec((1, 1, tile, V), lambda b, h, i: (b, h, i, 0)),
-            stats=pl.BlockSpec((1, 1, 1, 2, tile), lambda b, h, i: (b, h, i, 0, 0)),
+            q=block((1, 1, tile, K), lambda b, h, i: (b, h, i, 0)),
+            do=block((1, 1, tile, V), lambda b, h, i: (b, h, i, 0)),
+            stats=block((1, 1, 1, 2, tile), lambda b, h, i: (b, h, i, 0, 0)),
         )
         return pl.pallas_call(
             functools.partial(_dq_kernel, setup),
@@ -93,8 +94,8 @@ def query_gradient(setup: Setup, mask: ByQuery, rows: Rows, k: Array, v: Array) 
             in_specs=[
                 specs(mask),
                 by_query,
-                pl.BlockSpec(memory_space=HBM),
-                pl.BlockSpec(memory_space=HBM),
+                IN_HBM,
+                IN_HBM,
             ],
             out_specs=by_query.q,
             out_shape=jax.ShapeDtypeStruct(rows.q.shape, rows.q.dtype),
@@ -109,31 +110,25 @@ def query_gradient(setup: Setup, mask: ByQuery, rows: Rows, k: Array, v: Array) 
     return fold_batch(call)(mask, rows, k, v)
 
 
-class _Sums(NamedTuple):
-    """Gradients of one key tile while they are added up."""
-
-    dk: Float[Array, "s K"]
-    dv: Float[Array, "s V"]
-    dbias: Float[Array, "1 q"]
-
-
-def _dkv_kernel(setup: Setup, mask: ByKey, rows: Rows, k, v, dk, dv, dbias, sums: _Sums, *buffers):
-    q_buffer, do_buffer, stats_buffer, semaphores, *ids = buffers
+def _dkv_kernel(
+    setup: Setup, mask: ByKey, rows: Rows, k: Ref, v: Ref, dk: Ref, dv: Ref, dbias: Ref, *scratch
+):
+    dk_sum, dv_sum, dbias_sum, q_buffer, do_buffer, stats_buffer, semaphores, *ids = scratch
     b, g, n, member = (pl.program_id(axis) for axis in range(4))
     h = g * pl.num_programs(3) + member
     keys, values, tile = k[0, 0], v[0, 0], setup.tiling.query
     start, M = n * setup.tiling.key, mask.leaf.shape[3]
     per_step = q_buffer.shape[1]
-    key_ids = None if mask.key_ids is None else column(mask.key_ids[0, 0])
+    key_ids = mask.key_ids if mask.key_ids is None else column(mask.key_ids[0, 0])
     bias = None if mask.bias is None else mask.bias[0, 0, 0, n]
-    count, _ = visited(mask.rows, mask.listed, 0, M)
+    count = visited(mask.rows, mask.listed, 0, M)[0]
 
     @pl.when(member == 0)
     def _():
-        sums.dk[...] = jnp.zeros(sums.dk.shape, jnp.float32)
-        sums.dv[...] = jnp.zeros(sums.dv.shape, jnp.float32)
+        dk_sum[...] = jnp.zeros(dk_sum.shape, jnp.float32)
+        dv_sum[...] = jnp.zeros(dv_sum.shape, jnp.float32)
 
-    sums.dbias[...] = jnp.zeros(sums.dbias.shape, jnp.float32)
+    dbias_sum[...] = jnp.zeros(dbias_sum.shape, jnp.float32)
 
     def copies(entry, slot, t):
         _, i = visited(mask.rows, mask.listed, entry, M)
@@ -141,7 +136,7 @@ def _dkv_kernel(setup: Setup, mask: ByKey, rows: Rows, k, v, dk, dv, dbias, sums
         yield rows.q.at[b, h, tokens], q_buffer.at[slot, t]
         yield rows.do.at[b, h, tokens], do_buffer.at[slot, t]
         yield rows.stats.at[b, h, i], stats_buffer.at[slot, t]
-        if ids:
+        if mask.query_ids is not None:
             yield mask.query_ids.at[b, i], ids[0].at[slot, t]
 
     def add(t, slot, i):
@@ -158,13 +153,13 @@ def _dkv_kernel(setup: Setup, mask: ByKey, rows: Rows, k, v, dk, dv, dbias, sums
             logits,
         )
         p = jnp.exp(logits - lse)
-        sums.dv[...] += dot(p.astype(do.dtype), do, (1, 0))
+        dv_sum[...] += dot(p.astype(do.dtype), do, (1, 0))
         da = p * (dot(values, do, (1, 1)) + shift)
         if bias is not None:
             carried = jnp.where(carries_bias(place, start, da.shape), da, 0)
-            sums.dbias[...] += carried.sum(0, keepdims=True)
+            dbias_sum[...] += carried.sum(0, keepdims=True)
         dx = setup.scale * (da if slope is None else da * slope)
-        sums.dk[...] += dot(dx.astype(q.dtype), q, (1, 0))
+        dk_sum[...] += dot(dx.astype(q.dtype), q, (1, 0))
 
     def step(step, slot, carry):
         for t in range(per_step):
@@ -177,12 +172,12 @@ def _dkv_kernel(setup: Setup, mask: ByKey, rows: Rows, k, v, dk, dv, dbias, sums
         return carry
 
     stream(count, per_step, copies, semaphores, step, 0)
-    dbias[0, 0, 0] = sums.dbias[...]
+    dbias[0, 0, 0] = dbias_sum[...]
 
     @pl.when(member == pl.num_programs(3) - 1)
     def _():
-        dk[0, 0] = sums.dk[...].astype(dk.dtype)
-        dv[0, 0] = sums.dv[...].astype(dv.dtype)
+        dk[0, 0] = dk_sum[...].astype(dk.dtype)
+        dv[0, 0] = dv_sum[...].astype(dv.dtype)
 
 
 def key_gradients(
@@ -197,7 +192,6 @@ def key_gradients(
     def call(mask, rows, k, v):
         B, R = k.shape[0], 0 if mask.bias is None else mask.bias.shape[1]
         per_tile = mask.listed.shape[2] > 1
-        in_hbm = pl.BlockSpec(memory_space=HBM)
         by_head = lambda b, g, n, j: (b, g * r + j, 0, 0)  # noqa: E731
         mask_specs = ByKey(
             offset=scalars(mask.offset, lambda b, g, n, j: (b, 0, 0)),
@@ -210,21 +204,19 @@ def key_gradients(
             bias=None
             if mask.bias is None
             else scalars(mask.bias, lambda b, g, n, j: (b, (g * r + j) * R // H, 0, 0)),
-            query_ids=None if mask.query_ids is None else in_hbm,
+            query_ids=None if mask.query_ids is None else IN_HBM,
             key_ids=None
             if mask.key_ids is None
-            else pl.BlockSpec((1, 1, 1, key), lambda b, g, n, j: (b, n, 0, 0)),
+            else block((1, 1, 1, key), lambda b, g, n, j: (b, n, 0, 0)),
         )
-        by_key = [
-            pl.BlockSpec((1, 1, key, width), lambda b, g, n, j: (b, g, n, 0)) for width in (K, V)
-        ]
+        by_key = [block((1, 1, key, width), lambda b, g, n, j: (b, g, n, 0)) for width in (K, V)]
         return pl.pallas_call(
             functools.partial(_dkv_kernel, setup),
             grid=(B, G, N, r),
-            in_specs=[mask_specs, Rows(in_hbm, in_hbm, in_hbm), *by_key],
+            in_specs=[mask_specs, Rows(IN_HBM, IN_HBM, IN_HBM), *by_key],
             out_specs=[
                 *by_key,
-                pl.BlockSpec((1, 1, 1, 1, query), lambda b, g, n, j: (b, g * r + j, n, 0, 0)),
+                block((1, 1, 1, 1, query), lambda b, g, n, j: (b, g * r + j, n, 0, 0)),
             ],
             out_shape=[
                 jax.ShapeDtypeStruct(k.shape, k.dtype),
@@ -232,7 +224,7 @@ def key_gradients(
                 jax.ShapeDtypeStruct((B, H, N, 1, query), jnp.float32),
             ],
             scratch_shapes=[
-                _Sums(*(VMEM(x, jnp.float32) for x in ((key, K), (key, V), (1, query)))),
+                *(VMEM(x, jnp.float32) for x in ((key, K), (key, V), (1, query))),
                 VMEM((2, per_step, query, K), rows.q.dtype),
                 VMEM((2, per_step, query, V), rows.do.dtype),
                 VMEM((2, per_step, 2, query), jnp.float32),

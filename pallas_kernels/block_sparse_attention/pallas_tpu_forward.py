@@ -10,10 +10,11 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.array_types import Array, Float, Int
 from pallas_kernels.block_sparse_attention.pallas_tpu_tiles import (
-    HBM,
+    IN_HBM,
     VMEM,
     Ref,
     Setup,
+    block,
     column,
     dot,
     fold_batch,
@@ -58,8 +59,8 @@ def specs(mask: ByQuery) -> ByQuery:
         else scalars(mask.bias, lambda b, h, i, R=mask.bias.shape[1]: (b, h * R // heads, 0, 0)),
         query_ids=None
         if mask.query_ids is None
-        else pl.BlockSpec((1, 1, 1, mask.query_ids.shape[3]), lambda b, h, i: (b, i, 0, 0)),
-        key_ids=None if mask.key_ids is None else pl.BlockSpec(memory_space=HBM),
+        else block((1, 1, 1, mask.query_ids.shape[3]), lambda b, h, i: (b, i, 0, 0)),
+        key_ids=None if mask.key_ids is None else IN_HBM,
     )
 
 
@@ -91,14 +92,14 @@ def attend_over_keys(
     leaf = mask.rows[0, 0, 0, 0, 4]
     query_ids = None if mask.query_ids is None else mask.query_ids[0, 0]
     place = queries(setup, mask.offset[0, 0, 0], i, leaf, query_ids)
-    count, _ = visited(mask.rows, mask.listed, 0, N)
+    count = visited(mask.rows, mask.listed, 0, N)[0]
 
     def copies(entry, slot, t):
         _, n = visited(mask.rows, mask.listed, entry, N)
         rows = pl.ds(pl.multiple_of(n * tile, tile), tile)
         yield k.at[b, g, rows], keys.at[slot, pl.ds(t * tile, tile)]
         yield v.at[b, g, rows], values.at[slot, pl.ds(t * tile, tile)]
-        if ids:
+        if mask.key_ids is not None:
             yield mask.key_ids.at[b, n], ids[0].at[slot, t]
 
     def step(step, slot, carry):
@@ -171,13 +172,13 @@ def forward(
             grid=(B, H, M),
             in_specs=[
                 specs(mask),
-                pl.BlockSpec((1, 1, tile, K), lambda b, h, i: (b, h, i, 0)),
-                pl.BlockSpec(memory_space=HBM),
-                pl.BlockSpec(memory_space=HBM),
+                block((1, 1, tile, K), lambda b, h, i: (b, h, i, 0)),
+                IN_HBM,
+                IN_HBM,
             ],
             out_specs=[
-                pl.BlockSpec((1, 1, tile, V), lambda b, h, i: (b, h, i, 0)),
-                pl.BlockSpec((1, 1, 1, 1, tile), lambda b, h, i: (b, h, i, 0, 0)),
+                block((1, 1, tile, V), lambda b, h, i: (b, h, i, 0)),
+                block((1, 1, 1, 1, tile), lambda b, h, i: (b, h, i, 0, 0)),
             ],
             out_shape=[
                 jax.ShapeDtypeStruct((B, H, Tp, V), v.dtype),

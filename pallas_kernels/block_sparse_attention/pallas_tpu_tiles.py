@@ -18,7 +18,9 @@ from pallas_kernels.array_types import Array, Bool, Float, Int
 from pallas_kernels.block_sparse_attention.schedule import NEVER, Near, Tiling
 
 Ref = Any  # a reference to memory inside a kernel
-SMEM, VMEM, HBM = pltpu.SMEM, pltpu.VMEM, pl.ANY
+VMEM: Any = pltpu.VMEM
+IN_HBM: Any = pl.BlockSpec(memory_space=pl.ANY)
+STEP_TOKENS, STEP_TILES = 512, 8  # at most, of a step that is computed while the next is copied
 
 
 class Setup(NamedTuple):
@@ -34,8 +36,8 @@ class Setup(NamedTuple):
     interpret: Any = False  # or pltpu.InterpretParams
 
     def per_step(self, tile: int, tiles: int) -> int:
-        """Tiles of a step: about 512 tokens, copied while the step before is computed."""
-        return max(1, min(512 // tile, tiles))
+        """Tiles of `tile` tokens in a step, of `tiles` that there are."""
+        return max(1, min(STEP_TOKENS // tile, STEP_TILES, tiles))
 
 
 class Queries(NamedTuple):
@@ -96,7 +98,7 @@ def sees_all(setup: Setup, queries: Queries, start, far, bias: bool) -> Bool[Arr
     return complete if queries.ids is None else jnp.zeros((), bool)
 
 
-def carries_bias(queries: Queries, start, shape: tuple[int, int]) -> Bool[Array, "s q"]:
+def carries_bias(queries: Queries, start, shape: tuple[int, ...]) -> Bool[Array, "s q"]:
     """The pairs of queries with the keys from `start` on that carry the bias of their chunk."""
     key = start + lax.broadcasted_iota(jnp.int32, shape, 0)
     return (key < queries.near) & queries.biased
@@ -142,10 +144,15 @@ def dot(a: Array, b: Array, contracted: tuple[int, int]) -> Float[Array, "m n"]:
     )
 
 
-def scalars(array: Array, index: Callable[..., tuple]) -> pl.BlockSpec:
+def scalars(array: Array, index: Callable[..., tuple]) -> Any:
     """The last two dimensions of an array in scalar memory, one grid step's at a time."""
-    block = (*(1 for _ in array.shape[:-2]), *array.shape[-2:])
-    return pl.BlockSpec(block, index, memory_space=SMEM)
+    shape = (*(1 for _ in array.shape[:-2]), *array.shape[-2:])
+    return pl.BlockSpec(shape, index, memory_space=pltpu.SMEM)
+
+
+def block(shape: tuple[int, ...], index: Callable[..., tuple]) -> Any:
+    """A block of an array in vector memory, one grid step's at a time."""
+    return pl.BlockSpec(shape, index)
 
 
 def column(row: Int[Array, "1 n"]) -> Int[Array, "n 1"]:

@@ -1,5 +1,7 @@
 """Compiled calls of block_sparse_attention and drawn inputs, shared by its tests."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,18 +19,27 @@ def _split_options(fixed: dict) -> tuple[dict, dict]:
 def attend(implementation: str, arguments: dict, **fixed):
     """(o, lse)."""
     options, traced = _split_options(fixed)
-
-    def op(arguments, traced):
-        call = {**arguments, **traced, **options}
-        return block_sparse_attention(**call, implementation=implementation)
-
-    return jax.jit(op)(arguments, traced)
+    return _forward(implementation, **options)(arguments, traced)
 
 
 def outputs_and_gradients(implementation: str, arguments: dict, fixed: dict, cotangents) -> dict:
     """{"o", "lse", "dq", ...}: outputs, and gradients of <outputs, cotangents>."""
     options, traced = _split_options(fixed)
+    return _forward_backward(implementation, **options)(arguments, traced, cotangents)
 
+
+# One compiled function for all calls with the same options, because compiling is most of a test.
+@functools.cache
+def _forward(implementation: str, **options):
+    def op(arguments, traced):
+        call = {**arguments, **traced, **options}
+        return block_sparse_attention(**call, implementation=implementation)
+
+    return jax.jit(op)
+
+
+@functools.cache
+def _forward_backward(implementation: str, **options):
     @jax.jit
     def run(arguments, traced, cotangents):
         def op(arguments):
@@ -38,7 +49,7 @@ def outputs_and_gradients(implementation: str, arguments: dict, fixed: dict, cot
         (o, lse), vjp = jax.vjp(op, arguments)
         return {"o": o, "lse": lse} | {f"d{x}": dx for x, dx in vjp(cotangents)[0].items()}
 
-    return run(arguments, traced, cotangents)
+    return run
 
 
 def normal(seed: int, *shape: int):
