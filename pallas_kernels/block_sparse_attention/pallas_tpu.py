@@ -66,11 +66,10 @@ def block_sparse_attention(
     kv_segment_ids: Int[Array, "B S"] | None,
     window: int | None,
     softcap: float | None,
-    interpret: Any = False,
 ) -> tuple[Float[Array, "B T H V"], Float[Array, "B H T"]]:
     """See `pallas_kernels.block_sparse_attention`."""
     T, S = q.shape[1], k.shape[1]
-    setup = Setup(scale, window, softcap, tiling(mask, T), near_rules(mask), T, S, interpret)
+    setup = Setup(scale, window, softcap, tiling(mask, T), near_rules(mask), T, S)
     everything = scene(mask, T, S, q_offset, segment_ids, kv_segment_ids)
     return _attend(setup, q, k, v, block_bias, everything)
 

@@ -103,7 +103,6 @@ def query_gradient(setup: Setup, mask: ByQuery, rows: Rows, k: Array, v: Array) 
             compiler_params=pltpu.CompilerParams(
                 dimension_semantics=("parallel", "parallel", "parallel")
             ),
-            interpret=setup.interpret,
             name="block_sparse_attention_dq",
         )(mask, rows, k, v)
 
@@ -234,7 +233,6 @@ def key_gradients(
             compiler_params=pltpu.CompilerParams(
                 dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")
             ),
-            interpret=setup.interpret,
             name="block_sparse_attention_dkv",
         )(mask, rows, k, v)
 

@@ -188,7 +188,6 @@ def forward(
             compiler_params=pltpu.CompilerParams(
                 dimension_semantics=("parallel", "parallel", "parallel")
             ),
-            interpret=setup.interpret,
             name="block_sparse_attention_forward",
         )(mask, q, k, v)
 

@@ -33,7 +33,6 @@ class Setup(NamedTuple):
     near: tuple[Near, ...]  # of each leaf of the mask
     T: int
     S: int
-    interpret: Any = False  # or pltpu.InterpretParams
 
     def per_step(self, tile: int, tiles: int) -> int:
         """Tiles of `tile` tokens in a step, of `tiles` that there are."""

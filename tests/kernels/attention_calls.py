@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from quick_compile import QUICK_COMPILE
 
 from pallas_kernels import block_sparse_attention
 
@@ -35,12 +36,11 @@ def _forward(implementation: str, **options):
         call = {**arguments, **traced, **options}
         return block_sparse_attention(**call, implementation=implementation)
 
-    return jax.jit(op)
+    return jax.jit(op, compiler_options=QUICK_COMPILE)
 
 
 @functools.cache
 def _forward_backward(implementation: str, **options):
-    @jax.jit
     def run(arguments, traced, cotangents):
         def op(arguments):
             call = {**arguments, **traced, **options}
@@ -49,7 +49,7 @@ def _forward_backward(implementation: str, **options):
         (o, lse), vjp = jax.vjp(op, arguments)
         return {"o": o, "lse": lse} | {f"d{x}": dx for x, dx in vjp(cotangents)[0].items()}
 
-    return run
+    return jax.jit(run, compiler_options=QUICK_COMPILE)
 
 
 def normal(seed: int, *shape: int):

@@ -5,7 +5,6 @@ copies only when they are waited for and reports races. Steps are cut to two til
 small rows here take several.
 """
 
-import functools
 import re
 
 import jax
@@ -23,6 +22,7 @@ from kernels.attention_calls import (
     outputs_and_gradients,
     pack,
 )
+from quick_compile import QUICK_COMPILE
 
 from pallas_kernels import BlockMask, block_sparse_attention
 from pallas_kernels.block_sparse_attention import api, pallas_tpu, pallas_tpu_tiles
@@ -37,11 +37,12 @@ BLOCK = 16
 
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch, capsys):
-    """`pallas_tpu` by interpretation; a reported race fails the test."""
-    run = functools.partial(pallas_tpu.block_sparse_attention, interpret=INTERPRET)
-    monkeypatch.setitem(api.IMPLEMENTATIONS, "pallas_tpu", Candidate(run))
+    """`pallas_tpu` whatever this machine is; a reported race fails the test."""
+    candidate = Candidate(pallas_tpu.block_sparse_attention)
+    monkeypatch.setitem(api.IMPLEMENTATIONS, "pallas_tpu", candidate)
     monkeypatch.setattr(pallas_tpu_tiles, "STEP_TILES", 2)
-    yield
+    with pltpu.force_tpu_interpret_mode(INTERPRET):
+        yield
     assert "RACE DETECTED" not in capsys.readouterr().out
 
 
@@ -105,7 +106,6 @@ def test_the_interpreter_reports_races(capsys):
         out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
         in_specs=[pl.BlockSpec(memory_space=pl.ANY)],
         scratch_shapes=[pltpu.SemaphoreType.DMA],
-        interpret=INTERPRET,
     )(x)
     assert "RACE DETECTED" in capsys.readouterr().out
 
@@ -220,7 +220,8 @@ def test_another_selection_does_not_recompile():
     compiled = jax.jit(
         lambda arguments, mask: block_sparse_attention(
             **arguments, mask=mask, implementation="pallas_tpu"
-        )
+        ),
+        compiler_options=QUICK_COMPILE,
     )
     arguments, rng = inputs(B=1, T=48, H=2), np.random.default_rng(0)
     outputs = []
@@ -270,12 +271,12 @@ def test_transformations_change_nothing(how):
         "shard_map": by_device,
     }[how]()
 
-    @jax.jit
     def run(arguments, mask, cotangents):
         (o, lse), vjp = jax.vjp(lambda arguments: function(arguments, mask), arguments)
         return {"o": o, "lse": lse} | {f"d{x}": dx for x, dx in vjp(cotangents)[0].items()}
 
-    assert_equal_results(run(arguments, mask, cotangents), expected)
+    compiled = jax.jit(run, compiler_options=QUICK_COMPILE)
+    assert_equal_results(compiled(arguments, mask, cotangents), expected)
 
 
 V6E = Target("tpu", "TPU v6 lite")

@@ -1,28 +1,18 @@
 """The TPU kernels of block-sparse attention, compiled ahead of time for TPUs that are not here."""
 
 import importlib.util
-import os
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from jax.experimental import topologies
 
 from pallas_kernels import block_sparse_attention
 from pallas_kernels.block_sparse_attention.cases import Case
+from pallas_kernels.tpu_compiler import CHIPS, compile_for
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="needs libtpu, the extra `tpu`"
 )
-# What libtpu would otherwise ask of a metadata server, or lock.
-for name, value in {
-    "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-}.items():
-    os.environ.setdefault(name, value)
 
 
 def case(name, K, V, mask="blocks", B=1, T=512, S=None, H=2, G=1, rows=2, **options):
@@ -57,13 +47,10 @@ ON_V5E = [
 slow = pytest.mark.slow
 
 
-def compiled(case: Case, topology: str, dtype=jnp.bfloat16, transform=lambda f: f):
+def compiled(case: Case, chip: str, dtype=jnp.bfloat16, transform=lambda f: f) -> str:
     """Text of the compiled forward and backward pass."""
     arguments, fixed, cotangents = case.draw(jax.random.key(0), dtype)
     options = {name: fixed.pop(name) for name in ("window", "softcap")}
-    devices = topologies.get_topology_desc(topology, "tpu").devices
-    mesh = jax.sharding.Mesh(np.array(devices[:1]), ("x",))
-    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
 
     def run(arguments, fixed, cotangents):
         @transform
@@ -73,38 +60,32 @@ def compiled(case: Case, topology: str, dtype=jnp.bfloat16, transform=lambda f: 
         outputs, vjp = jax.vjp(attend, arguments)
         return outputs, vjp(cotangents)
 
-    shapes = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-        (arguments, fixed, cotangents),
-    )
-    with jax.set_mesh(mesh):
-        lowered = jax.jit(run).trace(*shapes).lower(lowering_platforms=("tpu",))
-        return lowered.compile().as_text()
+    return compile_for(chip, run, arguments, fixed, cotangents)[1].as_text()
 
 
 def calls(text: str, kernel: str) -> int:
     return sum("custom-call(" in line and f"{kernel}" in line for line in text.splitlines())
 
 
-@pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"])
-def test_everything_at_once_compiles_and_is_one_launch_each_way(topology):
-    text = compiled(EVERYTHING, topology)
+@pytest.mark.parametrize("chip", CHIPS)
+def test_everything_at_once_compiles_and_is_one_launch_each_way(chip):
+    text = compiled(EVERYTHING, chip)
     for kernel in ("forward", "dq", "dkv"):
         assert calls(text, f"block_sparse_attention_{kernel}") == 1, kernel
 
 
 @pytest.mark.parametrize("case", ON_V5E, ids=lambda case: case.name)
 def test_each_width_and_mask_compiles(case):
-    assert calls(compiled(case, "v5e:2x2"), "block_sparse_attention_forward") == 1
+    assert calls(compiled(case, "v5e"), "block_sparse_attention_forward") == 1
 
 
 def test_fp32_compiles():
-    text = compiled(ON_V5E[0], "v5e:2x2", jnp.float32)
+    text = compiled(ON_V5E[0], "v5e", jnp.float32)
     assert calls(text, "block_sparse_attention_forward") == 1
 
 
 def test_remat_computes_the_forward_pass_again_and_nothing_else():
-    text = compiled(ON_V5E[1], "v5e:2x2", transform=jax.checkpoint)
+    text = compiled(ON_V5E[1], "v5e", transform=jax.checkpoint)
     assert calls(text, "block_sparse_attention_forward") == 2
     assert calls(text, "block_sparse_attention_dkv") == 1
 
@@ -113,6 +94,6 @@ def test_remat_computes_the_forward_pass_again_and_nothing_else():
 def test_pairwise_lists_of_any_length_are_one_launch():
     """16 heads at 32K: 4 MiB of lists, four times the scalar memory of a core."""
     long = case("32k", 128, 128, T=32768, H=16, G=16, rows=16)
-    text = compiled(long, "v5e:2x2")
+    text = compiled(long, "v5e")
     for kernel in ("forward", "dq", "dkv"):
         assert calls(text, f"block_sparse_attention_{kernel}") == 1, kernel
