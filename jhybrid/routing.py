@@ -48,6 +48,7 @@ def count_by_chunk(valid: Bool[Array, "B T"], chunk_size: int) -> Int[Array, "B 
 def decide(
     scores: Float[Array, "B N H 2"],
     *,
+    bias: float | Float[Array, ""] = 0.0,
     rng: Array | None = None,
     temperature: Float[Array, ""] | None = None,
     forced: Bool[Array, "B N H"] | None = None,
@@ -55,11 +56,12 @@ def decide(
 ) -> Decision:
     """The larger score wins, softmax on a tie; with `rng` after adding Gumbel noise to both.
 
+    `bias` becomes part of softmax's scores: the lower, the fewer chunks go there.
     `temperature` divides the (noisy) scores inside p, which only the gradient sees. Where
     `is_forced` (everywhere when it is None), `forced` decides instead, True for softmax; a forced
     decision is a constant and gives its scores no gradient.
     """
-    logits = scores
+    logits = scores = scores.at[..., SOFTMAX].add(bias)
     if rng is not None:
         logits += jax.random.gumbel(rng, scores.shape, scores.dtype)
     softmax = logits[..., SOFTMAX] >= logits[..., RECURRENT]
@@ -101,14 +103,20 @@ def write_mask(decision: Decision, *, counterfactual: bool) -> Float[Array, "B N
 def statistics(decision: Decision, counted: Bool[Array, "B N"]) -> dict[str, Array]:
     """Per head over the `counted` chunks: fraction sent to softmax and mean |score difference|.
 
-    NaN when no chunk counts: there is no fraction of nothing.
+    NaN when no chunk counts: there is no fraction of nothing. The fraction's gradient is the
+    straight-through estimator's, p_0 p_1 / chunks for the difference of a chunk's scores.
     """
     weight = counted[..., None].astype(decision.scores.dtype)
     total = weight.sum((0, 1))
     margin = jnp.abs(decision.scores[..., SOFTMAX] - decision.scores[..., RECURRENT])
+
+    def mean(x: Float[Array, "B N H"]) -> Float[Array, "H"]:
+        some = jnp.where(total == 0, 1, total)  # a gradient must not meet the division by 0
+        return jnp.where(total == 0, jnp.nan, (x * weight).sum((0, 1)) / some)
+
     return {
-        "softmax_fraction": (decision.softmax * weight).sum((0, 1)) / total,
-        "score_margin": (margin * weight).sum((0, 1)) / total,
+        "softmax_fraction": mean(decision.softmax + decision.slope[..., SOFTMAX]),
+        "score_margin": mean(margin),
         "decisions": decision.softmax,
         "counted": counted,
         "scores": decision.scores,

@@ -44,6 +44,42 @@ def test_scores_receive_the_gradient_of_the_chosen_operation(counterfactual, key
     assert_close(jax.grad(loss)(SCORES), expected, 1e-6)
 
 
+def test_a_bias_moves_the_decision_and_its_gradient_together():
+    for bias, expected in ((-0.6, [[0, 0], [0, 0]]), (0.6, [[1, 1], [1, 0]]), (3.1, [[1, 1]] * 2)):
+        decision = routing.decide(SCORES, bias=bias)
+        np.testing.assert_array_equal(decision.softmax[0], np.array(expected, bool))
+        shifted = routing.decide(SCORES + jnp.array([bias, 0.0]))
+        assert_close(decision.scores, shifted.scores, 1e-6)
+
+        def loss(scores, **options):
+            bias, mask = multipliers(scores, **options)
+            return (3 * bias + mask).sum()
+
+        assert_close(
+            jax.grad(loss)(SCORES, bias=bias),
+            jax.grad(loss)(SCORES + jnp.array([bias, 0.0])),
+            1e-6,
+        )
+
+
+def test_the_softmax_fraction_has_the_gradient_of_the_mean_probability():
+    counted = jnp.array([[True, False]])
+    fraction = lambda s: routing.statistics(routing.decide(s), counted)["softmax_fraction"]  # noqa: E731
+    np.testing.assert_array_equal(fraction(SCORES), [1, 0])
+    gradient = jax.jacobian(fraction)(SCORES)  # [H, B, N, H, 2]
+    p = jax.nn.softmax(SCORES)[0, 0]  # [H, 2], of the one chunk that counts
+    expected = np.zeros(gradient.shape)
+    for h in range(2):
+        expected[h, 0, 0, h] = p[h, 0] * p[h, 1] * np.array([1, -1])
+    assert_close(gradient, jnp.asarray(expected, jnp.float32), 1e-6)
+    nothing = jax.grad(
+        lambda s: jnp.nan_to_num(
+            routing.statistics(routing.decide(s), ~counted & counted)["softmax_fraction"]
+        ).sum()
+    )
+    np.testing.assert_array_equal(nothing(SCORES), 0)
+
+
 def test_temperature_scales_the_gradient_and_not_the_decision():
     def loss(scores, temperature):
         bias, mask = multipliers(scores, temperature=temperature)

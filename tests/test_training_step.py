@@ -11,7 +11,7 @@ import pytest
 import tiny
 from closeness import assert_close
 
-from jhybrid.config import MeshConfig
+from jhybrid.config import MeshConfig, SoftmaxBudget
 from jhybrid.sharding import make_mesh
 from jhybrid.training.step import Program
 
@@ -51,6 +51,42 @@ def assert_same_training(actual, expected, ratio):
     assert_close(actual[1]["gradient_norm"], expected[1]["gradient_norm"], ratio, "gradient norm")
     for path, moment in expected[0].opt_state[1].mu.items():
         assert_close(actual[0].opt_state[1].mu[path], moment, ratio, path)
+
+
+def with_budget():
+    budget = SoftmaxBudget(fraction=0.2, rate=0.5)
+    return tiny.change(tiny.config(), training={"softmax_budget": budget, "steps": 40})
+
+
+def softmax_kept(metrics):
+    return np.mean(metrics["routing"]["blocks.1"]["softmax_fraction"])
+
+
+def test_a_budget_adds_its_multiplier_times_the_excess_to_the_gradient_but_not_to_the_loss():
+    state, metrics = steps(with_budget())  # the multiplier starts at 0
+    raised = lambda state: dataclasses.replace(state, multiplier=state.multiplier + 7.0)  # noqa: E731
+    pressed_state, pressed = steps(with_budget(), poison=raised)
+    assert pressed["loss"] == metrics["loss"]
+    excess = softmax_kept(metrics) - 0.2
+    assert_close(metrics["softmax_multiplier"], np.float32(0.5 * excess), 1e-5, "from 0")
+    assert_close(pressed["softmax_multiplier"], np.float32(7 + 0.5 * excess), 1e-5, "from 7")
+    before, after = (
+        s.opt_state[1].mu["groups.0.1.mixer.score_weight"] for s in (state, pressed_state)
+    )
+    assert np.abs(after - before).max() > 0.1 * np.abs(before).max()
+
+
+def test_training_under_a_budget_learns_to_keep_fewer_chunks():
+    experiment = with_budget()
+    built = program(experiment)
+    with jax.set_mesh(built.mesh):
+        state, batch = built.init(SEED), built.put_batch(tiny.batch(experiment))
+        kept = []
+        for _ in range(40):
+            state, metrics = built.train_step(state, batch)
+            kept.append(softmax_kept(jax.device_get(metrics)))
+    assert kept[0] > 0.35
+    assert np.mean(kept[-5:]) <= 0.25
 
 
 def test_a_few_steps_lower_the_loss_of_a_repeated_batch():

@@ -362,7 +362,8 @@ class ChunkRouted(nnx.Module):
             chosen["is_forced"] = (chunk <= last)[..., None]
         if self.config.sampler == "gumbel":
             chosen["rng"] = context.rng
-        return routing.decide(scores, temperature=context.temperature, **chosen)
+        bias = self.config.softmax_bias if context.softmax_bias is None else context.softmax_bias
+        return routing.decide(scores, bias=bias, temperature=context.temperature, **chosen)
 
     def _delta(
         self,

@@ -21,6 +21,7 @@ Report = dict[str, Array]  # statistics of one call; empty for mixers that decid
         "lengths",
         "rng",
         "temperature",
+        "softmax_bias",
         "routes",
         "depth",
         "lower_bound",
@@ -40,6 +41,7 @@ class Context:
     lengths: Int[Array, "B"] | None = None  # valid tokens of each right-padded row in this call
     rng: Array | None = None  # key of stochastic routing; without it routing is deterministic
     temperature: Float[Array, ""] | None = None  # of the router's softmax
+    softmax_bias: Float[Array, ""] | None = None  # of every router; None: as configured
     routes: Bool[Array, "B N H"] | None = None  # decisions of this mixer, by chunk of the row
     depth: Float[Array, ""] | None = None  # blocks below this one, over all blocks
     lower_bound: Float[Array, "F"] | None = None  # of this mixer's forget gates, in [0, 1)

@@ -16,7 +16,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jhybrid.config import Experiment
-from jhybrid.losses import next_token_loss
+from jhybrid.losses import next_multiplier, next_token_loss, softmax_fraction
 from jhybrid.model import HybridLM, training_context
 from jhybrid.optimizer import adamw, learning_rate
 from jhybrid.parameters import (
@@ -47,6 +47,7 @@ class TrainState:
     rng: Array  # raw key data; step n uses fold_in(rng, n)
     skipped: Int[Array, ""]  # steps skipped for a non-finite loss or gradient
     skipped_in_row: Int[Array, ""]  # of which up to now
+    multiplier: Float[Array, ""]  # of the softmax budget; 0 without one
 
 
 class Program:
@@ -115,11 +116,12 @@ class Program:
             rng=jax.random.key_data(rng),
             skipped=zero,
             skipped_in_row=zero,
+            multiplier=jnp.zeros((), jnp.float32),
         )
 
     def _forward(
         self, params: dict, frozen: dict, batch: Batch, key: Array | None
-    ) -> tuple[Float[Array, ""], Int[Array, ""], dict]:
+    ) -> tuple[Float[Array, ""], Int[Array, ""], dict[str, dict[str, Array]]]:
         """Sum of the token losses, number of targets, routing statistics by block."""
         model = nnx.merge(self.graphdef, unflatten(self.template, params | frozen))
         context = dataclasses.replace(training_context(batch), rng=key)
@@ -134,7 +136,9 @@ class Program:
     def _gradients(
         self, state: TrainState, batch: Batch
     ) -> tuple[Float[Array, ""], dict[str, Array], dict]:
-        """Mean loss over the targets of the whole batch, its gradient in fp32, statistics.
+        """Mean loss over the targets of the whole batch, gradient in fp32, statistics.
+
+        The gradient is that of the loss and of the softmax budget, the loss is without the latter.
 
         Accumulation divides by the count of the whole batch, not of its parts, so that
         parts with fewer targets (packing, answers only) weigh no more than in one big batch.
@@ -142,16 +146,23 @@ class Program:
         key = jax.random.fold_in(jax.random.wrap_key_data(state.rng), state.step)
         count = jnp.maximum(jnp.sum(batch["targets"] >= 0), 1).astype(jnp.float32)
 
-        def part_loss(params: dict, part: Batch, key: Array) -> tuple[Float[Array, ""], dict]:
+        budget = self.experiment.training.softmax_budget
+        parts = self.experiment.optimizer.accumulation_steps
+
+        def part_loss(params: dict, part: Batch, key: Array) -> tuple[Float[Array, ""], tuple]:
             total, _, statistics = self._forward(params, state.frozen, part, key)
-            return total / count, statistics
+            loss = total / count
+            if budget is None:
+                return loss, (loss, statistics)
+            excess = softmax_fraction(statistics) - budget.fraction
+            return loss + state.multiplier * excess / parts, (loss, statistics)
 
         gradient = jax.value_and_grad(part_loss, has_aux=True)
 
         def add_part(carry: tuple, part_and_index: tuple) -> tuple[tuple, dict]:
             loss, sums = carry
             part, index = part_and_index
-            (part_of_loss, statistics), grads = gradient(
+            (_, (part_of_loss, statistics)), grads = gradient(
                 state.params, part, jax.random.fold_in(key, index)
             )
             sums = jax.tree.map(lambda a, g: a + g.astype(jnp.float32), sums, grads)
@@ -159,7 +170,6 @@ class Program:
             return (loss + part_of_loss, sums), statistics
 
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), state.params)
-        parts = self.experiment.optimizer.accumulation_steps
         carry = (jnp.zeros((), jnp.float32), zeros)
         if parts == 1:
             (loss, grads), statistics = add_part(carry, (batch, 0))
@@ -179,6 +189,9 @@ class Program:
         def keep_if_finite(new: Any, old: Any) -> Any:
             return jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
 
+        multiplier = state.multiplier
+        if (budget := self.experiment.training.softmax_budget) is not None:
+            multiplier = next_multiplier(budget, multiplier, softmax_fraction(statistics))
         skipped = jnp.where(finite, 0, 1).astype(jnp.int32)
         new = dataclasses.replace(
             state,
@@ -187,6 +200,7 @@ class Program:
             opt_state=keep_if_finite(opt_state, state.opt_state),
             skipped=state.skipped + skipped,
             skipped_in_row=jnp.where(finite, 0, state.skipped_in_row + 1).astype(jnp.int32),
+            multiplier=keep_if_finite(multiplier, state.multiplier),
         )
         metrics = {
             "loss": loss,
@@ -197,6 +211,8 @@ class Program:
             "skipped_in_row": new.skipped_in_row,
             "routing": statistics,
         }
+        if self.experiment.training.softmax_budget is not None:
+            metrics["softmax_multiplier"] = new.multiplier
         return new, metrics
 
     def _eval_step(
