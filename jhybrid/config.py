@@ -158,6 +158,7 @@ class ModelConfig:
     dim: int
     blocks: tuple[BlockConfig, ...]
     tied_head: bool = False
+    embed_norm: bool = False  # a norm, of the first block's kind, between embedding and blocks
     norm_eps: float = 1e-6
     compute_dtype: Literal["bfloat16", "float32", "float64"] = "bfloat16"  # float64: for checks
     param_dtype: Literal["bfloat16", "float16", "float32", "float64"] = "float32"

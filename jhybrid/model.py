@@ -85,6 +85,7 @@ class HybridLM(nnx.Module):
         self.stacked = True  # False: every block is a group of its own
         shape, dtype = (config.vocab_size, config.dim), config.param_dtype
         self.embed = nnx.Param(normal(rngs, shape, dtype), axes=("vocab", "embed"))
+        self.embed_norm = _norm(config.blocks[0].norm, config) if config.embed_norm else None
         self.groups = nnx.List(
             nnx.List(_stacked(block, config, group.repeats, rngs) for block in group.pattern)
             for group in find_groups(config.blocks)
@@ -140,6 +141,8 @@ class HybridLM(nnx.Module):
     ) -> Output:
         """Without `state` a full sequence; with it a prefill or, for T = 1, a decoding step."""
         x = self.embed[...][tokens].astype(self.config.compute_dtype)
+        if self.embed_norm is not None:
+            x = self.embed_norm(x)
         x = constrain(x, "batch", "time", None)
         bounds = None if self.lower_bounds is None else rising_bounds(self.lower_bounds[...])
         after, reports = [], {}
