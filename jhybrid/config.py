@@ -67,6 +67,24 @@ class SoftmaxConfig:
 
 
 @frozen
+class SoftmaxBudget:
+    """The fraction f of chunks that each head sends to softmax in training, held by a bias.
+
+    After every step a head's bias b, part of its softmax scores, becomes b - rate (f - fraction).
+    """
+
+    fraction: float
+    limit: Literal["at_most", "exactly"] = "at_most"  # at_most: b never rises above 0
+    rate: float = 0.1
+
+    def __post_init__(self):
+        require(
+            0 <= self.fraction <= 1, f"softmax_budget.fraction={self.fraction} must lie in [0, 1]"
+        )
+        require_positive("softmax_budget", self, "rate")
+
+
+@frozen
 class ChunkRoutedConfig:
     """NAtS-L (arXiv 2602.03681): each chunk of tokens, per head, goes to softmax or to GDN."""
 
@@ -84,6 +102,7 @@ class ChunkRoutedConfig:
     gdn_counterfactual_grad: bool = False  # score gradient also where GDN was not chosen
     truncate_intra_softmax_grad: bool = False  # reproduces the authors' released backward
     softmax_bias: float = 0.0  # added to the scores of softmax; the lower, the less is kept
+    softmax_budget: SoftmaxBudget | None = None
     # With a state only; the fraction of a row's chunks for which each head has room to keep keys
     # and values. A softmax chunk that finds none goes to GDN: "linear" accepts that, "error" makes
     # generation fail.
@@ -345,24 +364,6 @@ class MeshConfig:
 
 
 @frozen
-class SoftmaxBudget:
-    """A limit on the fraction f of chunks that go to softmax, over all routed blocks and heads.
-
-    The loss becomes loss + m (f - fraction), and after every step m <- m + rate (f - fraction).
-    """
-
-    fraction: float
-    limit: Literal["at_most", "exactly"] = "at_most"  # at_most: m never falls below 0
-    rate: float = 0.02
-
-    def __post_init__(self):
-        require(
-            0 <= self.fraction <= 1, f"softmax_budget.fraction={self.fraction} must lie in [0, 1]"
-        )
-        require_positive("softmax_budget", self, "rate")
-
-
-@frozen
 class TrainingConfig:
     steps: int = 1000
     seed: int = 0
@@ -372,7 +373,6 @@ class TrainingConfig:
     checkpoint_every_steps: int = 200
     keep_checkpoints: int = 2
     max_skipped_steps: int = 100  # non-finite steps in a row before giving up
-    softmax_budget: SoftmaxBudget | None = None
 
     def __post_init__(self):
         for name in (
@@ -406,11 +406,6 @@ class Experiment:
             self.data.batch_size % rows == 0,
             f"data.batch_size={self.data.batch_size} must be a multiple of mesh.data*mesh.fsdp*"
             f"optimizer.accumulation_steps={rows}",
-        )
-        require(
-            self.training.softmax_budget is None
-            or any(isinstance(block.mixer, ChunkRoutedConfig) for block in self.model.blocks),
-            "training.softmax_budget: no block of the model routes chunks",
         )
         for i, block in enumerate(self.model.blocks):
             chunk = getattr(block.mixer, "chunk_size", 1)

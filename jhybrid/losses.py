@@ -1,17 +1,12 @@
-"""Next-token loss and likelihoods without ever holding the logits of a whole batch; the budget of
-softmax chunks.
+"""Next-token loss and likelihoods without ever holding the logits of a whole batch.
 
 The logits of `loss_chunk_tokens` tokens exist at a time, in the forward pass and, recomputed, in
 the backward pass: O(chunk * vocab) memory instead of O(B * T * vocab).
 """
 
-from collections.abc import Mapping
-
 import jax
 import jax.numpy as jnp
 
-from jhybrid.config import SoftmaxBudget
-from jhybrid.mixers import Report
 from jhybrid.model import HybridLM
 from jhybrid.sharding import axis_shards, constrain
 from pallas_kernels.array_types import Array, Float, Int
@@ -25,25 +20,6 @@ def next_token_loss(
     return -jnp.sum(token_log_likelihoods(model, hidden, targets)), jnp.sum(
         counted, dtype=jnp.float32
     )
-
-
-def softmax_fraction(reports: Mapping[str, Report]) -> Float[Array, ""]:
-    """Of the chunks of all heads of all routed blocks, with a straight-through gradient.
-
-    Every head counts the same; heads without a complete chunk do not count.
-    """
-    found = [r["softmax_fraction"] for r in reports.values() if "softmax_fraction" in r]
-    by_head = jnp.concatenate(found)
-    known = ~jnp.isnan(by_head)
-    return jnp.where(known, by_head, 0).sum() / jnp.maximum(known.sum(), 1)
-
-
-def next_multiplier(
-    budget: SoftmaxBudget, multiplier: Float[Array, ""], fraction: Float[Array, ""]
-) -> Float[Array, ""]:
-    """Gradient ascent on the multiplier m of the term m (fraction - budget.fraction)."""
-    after = multiplier + budget.rate * (fraction - budget.fraction)
-    return jnp.maximum(after, 0) if budget.limit == "at_most" else after
 
 
 def token_log_likelihoods(

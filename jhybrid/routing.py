@@ -12,6 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jhybrid.config import SoftmaxBudget
 from pallas_kernels.array_types import Array, Bool, Float, Int
 
 SOFTMAX, RECURRENT = 0, 1  # index of each operation in the scores
@@ -48,7 +49,7 @@ def count_by_chunk(valid: Bool[Array, "B T"], chunk_size: int) -> Int[Array, "B 
 def decide(
     scores: Float[Array, "B N H 2"],
     *,
-    bias: float | Float[Array, ""] = 0.0,
+    bias: float | Float[Array, "*H"] = 0.0,
     rng: Array | None = None,
     temperature: Float[Array, ""] | None = None,
     forced: Bool[Array, "B N H"] | None = None,
@@ -56,7 +57,7 @@ def decide(
 ) -> Decision:
     """The larger score wins, softmax on a tie; with `rng` after adding Gumbel noise to both.
 
-    `bias` becomes part of softmax's scores: the lower, the fewer chunks go there.
+    `bias` (one, or one per head) becomes part of the scores of softmax: lower keeps less.
     `temperature` divides the (noisy) scores inside p, which only the gradient sees. Where
     `is_forced` (everywhere when it is None), `forced` decides instead, True for softmax; a forced
     decision is a constant and gives its scores no gradient.
@@ -78,6 +79,15 @@ def within_room(decision: Decision, room: Int[Array, "B H"]) -> Decision:
     """Only the first `room` chunks a head sends to softmax go there, the rest to the state."""
     chosen = jnp.cumsum(decision.softmax, 1)  # counting the chunk itself
     return decision._replace(softmax=decision.softmax & (chosen <= room[:, None]))
+
+
+def next_bias(
+    budget: SoftmaxBudget, bias: Float[Array, "*L H"], softmax_fraction: Float[Array, "*L H"]
+) -> Float[Array, "*L H"]:
+    """The bias of each head after a step in which it sent that fraction of chunks to softmax."""
+    excess = jnp.nan_to_num(softmax_fraction - budget.fraction)  # no chunk, no reason to move
+    after = bias - budget.rate * excess
+    return jnp.minimum(after, 0) if budget.limit == "at_most" else after
 
 
 def block_bias(decision: Decision) -> Float[Array, "B N H"]:
@@ -103,20 +113,14 @@ def write_mask(decision: Decision, *, counterfactual: bool) -> Float[Array, "B N
 def statistics(decision: Decision, counted: Bool[Array, "B N"]) -> dict[str, Array]:
     """Per head over the `counted` chunks: fraction sent to softmax and mean |score difference|.
 
-    NaN when no chunk counts: there is no fraction of nothing. The fraction's gradient is the
-    straight-through estimator's, p_0 p_1 / chunks for the difference of a chunk's scores.
+    NaN when no chunk counts: there is no fraction of nothing.
     """
     weight = counted[..., None].astype(decision.scores.dtype)
     total = weight.sum((0, 1))
     margin = jnp.abs(decision.scores[..., SOFTMAX] - decision.scores[..., RECURRENT])
-
-    def mean(x: Float[Array, "B N H"]) -> Float[Array, "H"]:
-        some = jnp.where(total == 0, 1, total)  # a gradient must not meet the division by 0
-        return jnp.where(total == 0, jnp.nan, (x * weight).sum((0, 1)) / some)
-
     return {
-        "softmax_fraction": mean(decision.softmax + decision.slope[..., SOFTMAX]),
-        "score_margin": mean(margin),
+        "softmax_fraction": (decision.softmax * weight).sum((0, 1)) / total,
+        "score_margin": (margin * weight).sum((0, 1)) / total,
         "decisions": decision.softmax,
         "counted": counted,
         "scores": decision.scores,

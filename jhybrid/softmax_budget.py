@@ -24,7 +24,7 @@ from jhybrid.checkpoint import load_model
 from jhybrid.config import ChunkRoutedConfig, ModelConfig
 from jhybrid.data import check_vocabulary, load_tokenizer
 from jhybrid.errors import UserError
-from jhybrid.losses import next_token_loss, softmax_fraction
+from jhybrid.losses import next_token_loss
 from jhybrid.mixers import Context
 from jhybrid.model import HybridLM
 from pallas_kernels.array_types import Int
@@ -51,7 +51,8 @@ def measure(model: HybridLM, windows: Int[np.ndarray, "W L"]) -> Callable[[float
         positions = jnp.arange(window.shape[1] - 1)[None]
         output = model(window[:, :-1], Context(positions=positions, softmax_bias=bias))
         total, _ = next_token_loss(model, output.hidden, window[:, 1:])
-        return softmax_fraction(output.reports), total
+        fractions = [r["softmax_fraction"] for r in output.reports.values() if "scores" in r]
+        return jnp.concatenate(fractions).mean(), total
 
     def point(bias: float | None) -> Point:
         traced = None if bias is None else jnp.float32(bias)

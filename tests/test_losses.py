@@ -8,13 +8,8 @@ from closeness import assert_close
 from flax import nnx
 from tiny_models import SOFTMAX, build, tiny, tokens
 
-from jhybrid.config import MeshConfig, SoftmaxBudget
-from jhybrid.losses import (
-    next_multiplier,
-    next_token_loss,
-    softmax_fraction,
-    token_log_likelihoods,
-)
+from jhybrid.config import MeshConfig
+from jhybrid.losses import next_token_loss, token_log_likelihoods
 from jhybrid.sharding import make_mesh
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -76,31 +71,6 @@ def test_the_loss_on_eight_devices_equals_one_device():
         actual = value_and_gradients(next_token_loss, model, *inputs())
     for name, value in expected.items():
         assert_close(actual[name], value, 1e-5, name)
-
-
-def test_the_softmax_fraction_is_the_mean_over_heads_that_have_chunks():
-    reports = {
-        "blocks.1": {"softmax_fraction": jnp.array([0.5, 1.0])},
-        "blocks.2": {"other": jnp.array([9.0])},
-        "blocks.3": {"softmax_fraction": jnp.array([jnp.nan, 0.0])},
-    }
-    assert_close(softmax_fraction(reports), jnp.array(0.5), 1e-6)
-    gradient = jax.grad(softmax_fraction)(reports)
-    np.testing.assert_allclose(gradient["blocks.1"]["softmax_fraction"], 1 / 3, rtol=1e-6)
-    np.testing.assert_allclose(gradient["blocks.3"]["softmax_fraction"], [0, 1 / 3], rtol=1e-6)
-
-
-def test_the_multiplier_of_a_limit_never_pays_for_using_less():
-    at_most = SoftmaxBudget(fraction=0.3, rate=0.5)
-    exactly = SoftmaxBudget(fraction=0.3, rate=0.5, limit="exactly")
-    for budget, multiplier, fraction, expected in (
-        (at_most, 0.1, 0.5, 0.2),
-        (at_most, 0.1, 0.2, 0.05),
-        (at_most, 0.0, 0.2, 0.0),
-        (exactly, 0.0, 0.2, -0.05),
-    ):
-        after = next_multiplier(budget, jnp.float32(multiplier), jnp.float32(fraction))
-        assert_close(after, jnp.float32(expected), 1e-5, floor=1e-7)
 
 
 def largest_array(jaxpr) -> int:

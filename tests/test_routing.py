@@ -7,6 +7,7 @@ import pytest
 from closeness import assert_close
 
 from jhybrid import routing
+from jhybrid.config import SoftmaxBudget
 
 SCORES = jnp.array([[[[1.0, 0.5], [-0.3, 0.2]], [[0.1, 0.1], [-2.0, 1.0]]]])  # [1, 2, 2, 2]
 
@@ -62,22 +63,12 @@ def test_a_bias_moves_the_decision_and_its_gradient_together():
         )
 
 
-def test_the_softmax_fraction_has_the_gradient_of_the_mean_probability():
-    counted = jnp.array([[True, False]])
-    fraction = lambda s: routing.statistics(routing.decide(s), counted)["softmax_fraction"]  # noqa: E731
-    np.testing.assert_array_equal(fraction(SCORES), [1, 0])
-    gradient = jax.jacobian(fraction)(SCORES)  # [H, B, N, H, 2]
-    p = jax.nn.softmax(SCORES)[0, 0]  # [H, 2], of the one chunk that counts
-    expected = np.zeros(gradient.shape)
-    for h in range(2):
-        expected[h, 0, 0, h] = p[h, 0] * p[h, 1] * np.array([1, -1])
-    assert_close(gradient, jnp.asarray(expected, jnp.float32), 1e-6)
-    nothing = jax.grad(
-        lambda s: jnp.nan_to_num(
-            routing.statistics(routing.decide(s), ~counted & counted)["softmax_fraction"]
-        ).sum()
-    )
-    np.testing.assert_array_equal(nothing(SCORES), 0)
+def test_the_bias_of_a_budget_falls_while_too_many_chunks_are_kept():
+    at_most = SoftmaxBudget(fraction=0.25, rate=0.4)
+    exactly = SoftmaxBudget(fraction=0.25, rate=0.4, limit="exactly")
+    bias, fraction = jnp.array([0.0, 0.0, -1.0, -1.0]), jnp.array([0.75, 0.0, 0.25, jnp.nan])
+    assert_close(routing.next_bias(exactly, bias, fraction), jnp.array([-0.2, 0.1, -1, -1]), 1e-6)
+    assert_close(routing.next_bias(at_most, bias, fraction), jnp.array([-0.2, 0, -1, -1]), 1e-6)
 
 
 def test_temperature_scales_the_gradient_and_not_the_decision():

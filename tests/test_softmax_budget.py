@@ -103,12 +103,9 @@ def test_bad_input_is_one_line_and_status_2(command, checkpoint, tmp_path, optio
 
 
 def test_a_budget_is_a_setting_that_is_checked():
-    setting = 'training.softmax_budget={"kind": "SoftmaxBudget", "fraction": 0.25}'
+    setting = 'model.blocks.*.mixer.softmax_budget={"kind": "SoftmaxBudget", "fraction": 0.25}'
     changed = override(tiny.config(), [setting])
-    assert changed.training.softmax_budget == SoftmaxBudget(fraction=0.25)
+    assert changed.model.blocks[1].mixer.softmax_budget == SoftmaxBudget(fraction=0.25)
     assert from_json(to_json(changed)) == changed
     with pytest.raises(UserError, match=r"softmax_budget\.fraction=2\.0 must lie in \[0, 1\]"):
         override(tiny.config(), [setting.replace("0.25", "2.0")])
-    softmax = changed.model.blocks[0]
-    with pytest.raises(UserError, match="no block of the model routes chunks"):
-        tiny.change(changed, model={"blocks": (softmax,)})

@@ -90,6 +90,11 @@ class ChunkRouted(nnx.Module):
         )
         score = normal(rngs, (model.dim, 2 * H), model.param_dtype)  # channel 2h + operation
         self.score_weight = nnx.Param(score, axes=("embed", None))
+        self.score_bias = (  # moved by the training step, not by a gradient
+            None
+            if config.softmax_budget is None
+            else nnx.Param(jnp.zeros((H,), model.param_dtype), axes=(None,))
+        )
         fusion = config.fusion_weights
         self.fusion_proj = (
             linear(key_width, 2 * Ha, axes=("heads", None), wide=True) if fusion else None
@@ -363,6 +368,8 @@ class ChunkRouted(nnx.Module):
         if self.config.sampler == "gumbel":
             chosen["rng"] = context.rng
         bias = self.config.softmax_bias if context.softmax_bias is None else context.softmax_bias
+        if self.score_bias is not None:
+            bias += jax.lax.stop_gradient(self.score_bias[...])
         return routing.decide(scores, bias=bias, temperature=context.temperature, **chosen)
 
     def _delta(

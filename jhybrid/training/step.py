@@ -15,8 +15,10 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jhybrid.config import Experiment
-from jhybrid.losses import next_multiplier, next_token_loss, softmax_fraction
+from jhybrid import routing
+from jhybrid.block_groups import find_groups
+from jhybrid.config import ChunkRoutedConfig, Experiment, ModelConfig
+from jhybrid.losses import next_token_loss
 from jhybrid.model import HybridLM, training_context
 from jhybrid.optimizer import adamw, learning_rate
 from jhybrid.parameters import (
@@ -47,7 +49,6 @@ class TrainState:
     rng: Array  # raw key data; step n uses fold_in(rng, n)
     skipped: Int[Array, ""]  # steps skipped for a non-finite loss or gradient
     skipped_in_row: Int[Array, ""]  # of which up to now
-    multiplier: Float[Array, ""]  # of the softmax budget; 0 without one
 
 
 class Program:
@@ -116,12 +117,11 @@ class Program:
             rng=jax.random.key_data(rng),
             skipped=zero,
             skipped_in_row=zero,
-            multiplier=jnp.zeros((), jnp.float32),
         )
 
     def _forward(
         self, params: dict, frozen: dict, batch: Batch, key: Array | None
-    ) -> tuple[Float[Array, ""], Int[Array, ""], dict[str, dict[str, Array]]]:
+    ) -> tuple[Float[Array, ""], Int[Array, ""], dict]:
         """Sum of the token losses, number of targets, routing statistics by block."""
         model = nnx.merge(self.graphdef, unflatten(self.template, params | frozen))
         context = dataclasses.replace(training_context(batch), rng=key)
@@ -136,9 +136,7 @@ class Program:
     def _gradients(
         self, state: TrainState, batch: Batch
     ) -> tuple[Float[Array, ""], dict[str, Array], dict]:
-        """Mean loss over the targets of the whole batch, gradient in fp32, statistics.
-
-        The gradient is that of the loss and of the softmax budget, the loss is without the latter.
+        """Mean loss over the targets of the whole batch, its gradient in fp32, statistics.
 
         Accumulation divides by the count of the whole batch, not of its parts, so that
         parts with fewer targets (packing, answers only) weigh no more than in one big batch.
@@ -146,23 +144,16 @@ class Program:
         key = jax.random.fold_in(jax.random.wrap_key_data(state.rng), state.step)
         count = jnp.maximum(jnp.sum(batch["targets"] >= 0), 1).astype(jnp.float32)
 
-        budget = self.experiment.training.softmax_budget
-        parts = self.experiment.optimizer.accumulation_steps
-
-        def part_loss(params: dict, part: Batch, key: Array) -> tuple[Float[Array, ""], tuple]:
+        def part_loss(params: dict, part: Batch, key: Array) -> tuple[Float[Array, ""], dict]:
             total, _, statistics = self._forward(params, state.frozen, part, key)
-            loss = total / count
-            if budget is None:
-                return loss, (loss, statistics)
-            excess = softmax_fraction(statistics) - budget.fraction
-            return loss + state.multiplier * excess / parts, (loss, statistics)
+            return total / count, statistics
 
         gradient = jax.value_and_grad(part_loss, has_aux=True)
 
         def add_part(carry: tuple, part_and_index: tuple) -> tuple[tuple, dict]:
             loss, sums = carry
             part, index = part_and_index
-            (_, (part_of_loss, statistics)), grads = gradient(
+            (part_of_loss, statistics), grads = gradient(
                 state.params, part, jax.random.fold_in(key, index)
             )
             sums = jax.tree.map(lambda a, g: a + g.astype(jnp.float32), sums, grads)
@@ -170,6 +161,7 @@ class Program:
             return (loss + part_of_loss, sums), statistics
 
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), state.params)
+        parts = self.experiment.optimizer.accumulation_steps
         carry = (jnp.zeros((), jnp.float32), zeros)
         if parts == 1:
             (loss, grads), statistics = add_part(carry, (batch, 0))
@@ -184,14 +176,12 @@ class Program:
         norm = optax.tree.norm(grads)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         updates, opt_state = self.optimizer.update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
+        params: Any = optax.apply_updates(state.params, updates)
+        params |= _next_score_biases(self.experiment.model, state.params, statistics)
 
         def keep_if_finite(new: Any, old: Any) -> Any:
             return jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
 
-        multiplier = state.multiplier
-        if (budget := self.experiment.training.softmax_budget) is not None:
-            multiplier = next_multiplier(budget, multiplier, softmax_fraction(statistics))
         skipped = jnp.where(finite, 0, 1).astype(jnp.int32)
         new = dataclasses.replace(
             state,
@@ -200,7 +190,6 @@ class Program:
             opt_state=keep_if_finite(opt_state, state.opt_state),
             skipped=state.skipped + skipped,
             skipped_in_row=jnp.where(finite, 0, state.skipped_in_row + 1).astype(jnp.int32),
-            multiplier=keep_if_finite(multiplier, state.multiplier),
         )
         metrics = {
             "loss": loss,
@@ -211,8 +200,6 @@ class Program:
             "skipped_in_row": new.skipped_in_row,
             "routing": statistics,
         }
-        if self.experiment.training.softmax_budget is not None:
-            metrics["softmax_multiplier"] = new.multiplier
         return new, metrics
 
     def _eval_step(
@@ -240,6 +227,24 @@ class Program:
             )
             for name in BATCH_FIELDS
         }
+
+
+def _next_score_biases(
+    model: ModelConfig, params: dict[str, Array], statistics: dict[str, dict[str, Array]]
+) -> dict[str, Array]:
+    """The biases that hold softmax budgets, by path, after a step with these statistics."""
+    biases = {}
+    for g, group in enumerate(find_groups(model.blocks)):
+        for position, block in enumerate(group.pattern):
+            path = f"groups.{g}.{position}.mixer.score_bias"
+            if path not in params or not isinstance(block.mixer, ChunkRoutedConfig):
+                continue
+            assert block.mixer.softmax_budget is not None
+            names = (f"blocks.{group.block(r, position)}" for r in range(group.repeats))
+            fraction = jnp.stack([statistics[name]["softmax_fraction"] for name in names])
+            bias = routing.next_bias(block.mixer.softmax_budget, params[path], fraction)
+            biases[path] = bias.astype(params[path].dtype)
+    return biases
 
 
 def _split_rows(x: Int[Array, "B T"], parts: int) -> Int[Array, "P R T"]:
