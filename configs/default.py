@@ -13,6 +13,7 @@ from jhybrid.config import (
     GatedDeltaNetConfig,
     ModelConfig,
     OptimizerConfig,
+    SoftmaxBudget,
     SwiGLUConfig,
     TrainingConfig,
     pattern,
@@ -26,7 +27,12 @@ def config() -> Experiment:
     )
     routed = BlockConfig(
         mixer=ChunkRoutedConfig(
-            num_heads=2, key_dim=32, value_dim=64, num_softmax_heads=4, chunk_size=64
+            num_heads=2,
+            key_dim=32,
+            value_dim=64,
+            num_softmax_heads=4,
+            chunk_size=32,
+            softmax_budget=SoftmaxBudget(fraction=0.5),
         ),
         channel_mixer=channels,
     )
@@ -35,14 +41,14 @@ def config() -> Experiment:
         model=ModelConfig(
             vocab_size=4096,
             dim=128,
-            blocks=pattern((linear, linear, linear, routed), depth=4),
+            blocks=pattern((linear, routed), depth=4),
             compute_dtype="float32",
             remat="none",
         ),
         data=DataConfig(
             sources=(EmbeddedText(weight=0.9), AssociativeRecall(weight=0.1)),
-            sequence_length=256,
-            batch_size=8,
+            sequence_length=512,
+            batch_size=4,
         ),
         optimizer=OptimizerConfig(learning_rate=4e-3, warmup_steps=30),
         training=TrainingConfig(steps=300, eval_every_steps=100, checkpoint_every_steps=100),
