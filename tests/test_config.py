@@ -68,7 +68,7 @@ def test_an_integer_is_accepted_where_a_float_is_expected_but_not_the_reverse():
         ("model.blocks.*.channel_mixer.width=0", "channel_mixer.width=0 must be positive"),
         ("model.norm_eps=0.0", "model.norm_eps=0.0 must be positive"),
         ("name=../elsewhere", "name='../elsewhere' must be"),
-        ("mesh.data=3", "data.batch_size=8 must be a multiple of"),
+        ("mesh.data=3", "data.batch_size=4 must be a multiple of"),
         ("model.blocks.3.mixer.num_softmax_heads=3", "num_softmax_heads=3 must be a multiple of"),
         ("model.blocks.3.mixer.chunk_size=48", "data.document_alignment=64 must be a multiple of"),
     ],
