@@ -10,6 +10,7 @@ os.environ["XLA_FLAGS"] = (
 import hypothesis
 import jax
 import pytest
+import record_status
 
 # Same examples on every run; no deadline, because the first example compiles.
 hypothesis.settings.register_profile(
@@ -39,7 +40,21 @@ def quick_compile():
     jax.config.update("jax_disable_most_optimizations", False)
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--record-status",
+        action="store_true",
+        help="write what the kernel tests show here into pallas_kernels/status.json",
+    )
+
+
+def pytest_configure(config):
+    if config.getoption("--record-status") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(record_status.Recorder())
+
+
 def pytest_collection_modifyitems(items):
+    record_status.add_properties(items)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked and jax.default_backend() != "gpu":
         reason = f"needs an NVIDIA GPU; JAX runs on {jax.default_backend()} here"

@@ -82,6 +82,7 @@ def check(case: Case, dtype: str, tiling: tuple[int, int] | None = None):
 CI = pytest.mark.parametrize("case", tagged("ci"), ids=lambda case: case.name)
 
 
+@pytest.mark.covers("gated_delta_rule", "reference", "forward")
 @CI
 def test_reference_is_the_token_loop(case, float64):
     arguments, integers, _ = case.draw(jax.random.key(1), "float64")
@@ -95,6 +96,7 @@ def test_reference_is_the_token_loop(case, float64):
     assert_close(final_state, final_loop, 1e-12, "final_state")
 
 
+@pytest.mark.covers("gated_delta_rule", "xla")
 @CI
 def test_xla_matches_the_reference_in_float32(case):
     check(case, "float32")
@@ -112,6 +114,7 @@ def test_xla_matches_the_reference_in_float64(float64):
     check(BY_NAME["packed"], "float64", (128, 2))
 
 
+@pytest.mark.covers("gated_delta_rule", "xla")
 @pytest.mark.parametrize(
     "name", ["packed", "negative-eigenvalues", "slow-decay", "slow-mixed", "extreme-mixed"]
 )
@@ -123,6 +126,7 @@ def test_long_tiles_and_stretches_match_the_reference_in_bfloat16():
     check(BY_NAME["T1000"], "bfloat16", (128, 4))
 
 
+@pytest.mark.covers("gated_delta_rule", "xla")
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("case", tagged("fla"), ids=lambda case: case.name)
@@ -130,6 +134,7 @@ def test_xla_matches_the_reference_on_the_shapes_of_flash_linear_attention(case,
     check(case, dtype)
 
 
+@pytest.mark.covers("gated_delta_rule", "{implementation}", "backward")
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
 def test_gradients_match_finite_differences(implementation, float64):
     case = Case("tiny", 1, 11, 1, 2, 3, 2, chunk_size=4, write_mask=True, documents=(6, 5))

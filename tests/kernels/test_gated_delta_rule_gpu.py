@@ -171,6 +171,7 @@ def test_rows_are_split_only_when_heads_are_few():
     assert stretches(8, 6, 64, 128, 256) == 1
 
 
+@pytest.mark.covers("gated_delta_rule", "pallas_gpu", "forward", how="interpreted")
 @pytest.mark.slow
 @written_for
 @pytest.mark.parametrize("pieces", [1, 2])
@@ -199,6 +200,9 @@ def test_the_inverse_is_stable_for_identical_keys(beta):
     assert_close(actual[0, 0, 0], expected, 5e-3, "inverse")
 
 
+@pytest.mark.covers(
+    "gated_delta_rule", "pallas_gpu", "forward", how="compiled", where="cuda (lowered only)"
+)
 @written_for
 @pytest.mark.parametrize(
     ("shape", "options"),
@@ -217,6 +221,9 @@ def test_kernels_lower_for_cuda_without_a_gpu(key, shape, options):
     assert exported.mlir_module().count("custom_call @mosaic_gpu") == kernels
 
 
+@pytest.mark.covers(
+    "gated_delta_rule", "pallas_gpu", "backward", how="compiled", where="cuda (lowered only)"
+)
 @written_for
 @pytest.mark.parametrize("pieces", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_backward_kernels_lower_for_cuda_without_a_gpu(key, pieces):
@@ -236,6 +243,7 @@ def test_backward_kernels_lower_for_cuda_without_a_gpu(key, pieces):
     assert module.count("custom_call @mosaic_gpu") == (3 if pieces == 1 else 5)
 
 
+@pytest.mark.covers("gated_delta_rule", "pallas_gpu", "forward")
 @pytest.mark.gpu
 @written_for
 @pytest.mark.parametrize(
@@ -258,6 +266,7 @@ def test_kernels_on_a_gpu_match_the_reference(key, shape, options):
     assert_matches_reference(arguments, run(arguments, "pallas_gpu"))
 
 
+@pytest.mark.covers("gated_delta_rule", "pallas_gpu", "backward")
 @pytest.mark.gpu
 @written_for
 @pytest.mark.parametrize(

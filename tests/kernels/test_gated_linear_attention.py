@@ -19,6 +19,7 @@ RULES = ("gla", "rwkv6", "kda")
 every_rule = pytest.mark.parametrize("rule", RULES)
 
 
+@pytest.mark.covers("gated_linear_attention", "reference", "forward")
 @every_rule
 def test_reference_is_the_token_loop(rule, float64):
     case = BY_NAME[f"{rule}-packed"]
@@ -28,17 +29,20 @@ def test_reference_is_the_token_loop(rule, float64):
     assert_close(actual["final_state"], final, 1e-12, "final_state")
 
 
+@pytest.mark.covers("gated_linear_attention", "xla")
 @pytest.mark.parametrize("case", tagged("ci"), ids=lambda case: case.name)
 def test_xla_matches_the_reference_in_float32(case):
     check(case, "float32")
 
 
+@pytest.mark.covers("gated_linear_attention", "xla")
 @pytest.mark.parametrize("name", ["T65", "extreme-mixed"])
 @every_rule
 def test_xla_matches_the_reference_in_bfloat16(rule, name):
     check(BY_NAME[f"{rule}-{name}"], "bfloat16")
 
 
+@pytest.mark.covers("gated_linear_attention", "xla")
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("case", tagged("fla"), ids=lambda case: case.name)
@@ -46,6 +50,7 @@ def test_xla_matches_the_reference_on_the_shapes_of_flash_linear_attention(case,
     check(case, dtype)
 
 
+@pytest.mark.covers("gated_linear_attention", "xla", "backward")
 @every_rule
 def test_gradients_match_finite_differences(rule, float64):
     case = Case("tiny", rule, 1, 11, 1, 2, 3, 2, chunk_size=4, documents=(6, 5))

@@ -17,6 +17,7 @@ check = functools.partial(recurrences.check, simple_linear_attention, accepted=a
 MAIN = ("T65-grouped", "odd-chunks", "packed", "extreme-mixed")  # every option between them
 
 
+@pytest.mark.covers("simple_linear_attention", "reference", "forward")
 @pytest.mark.parametrize("name", MAIN)
 def test_reference_is_the_token_loop(name, float64):
     case = BY_NAME[name]
@@ -28,11 +29,13 @@ def test_reference_is_the_token_loop(name, float64):
     assert_close(actual["final_state"], final, 1e-12, "final_state")
 
 
+@pytest.mark.covers("simple_linear_attention", "xla")
 @pytest.mark.parametrize("case", tagged("ci"), ids=lambda case: case.name)
 def test_xla_matches_the_reference_in_float32(case):
     check(case, "float32")
 
 
+@pytest.mark.covers("simple_linear_attention", "xla")
 @pytest.mark.parametrize("name", ["packed", "slow-decay", "slow-mixed", "extreme-mixed"])
 def test_xla_matches_the_reference_in_bfloat16(name):
     check(BY_NAME[name], "bfloat16")
@@ -42,6 +45,7 @@ def test_xla_matches_the_reference_in_float64(float64):
     check(BY_NAME["packed"], "float64")
 
 
+@pytest.mark.covers("simple_linear_attention", "xla")
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("case", tagged("fla"), ids=lambda case: case.name)
@@ -49,6 +53,7 @@ def test_xla_matches_the_reference_on_the_shapes_of_flash_linear_attention(case,
     check(case, dtype)
 
 
+@pytest.mark.covers("simple_linear_attention", "{implementation}", "backward")
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
 def test_gradients_match_finite_differences(implementation, float64):
     case = Case("tiny", 1, 11, 1, 2, 3, 2, chunk_size=4, write_mask=True, documents=(6, 5))

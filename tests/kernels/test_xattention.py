@@ -66,6 +66,7 @@ CASES = {
 }
 
 
+@pytest.mark.covers("xattention_select", "xla", "forward")
 @pytest.mark.parametrize("threshold", [0.5, 0.9])
 @pytest.mark.parametrize("name", CASES)
 def test_it_keeps_the_blocks_of_the_formulas(name, threshold):
