@@ -4,6 +4,7 @@ A config file is a Python file with `def config() -> Experiment`. Variants are m
 `dataclasses.replace` or, on the command line, by `serialization.override`.
 """
 
+import dataclasses
 import math
 import re
 from collections.abc import Sequence
@@ -145,7 +146,59 @@ class ChunkRoutedConfig:
         return delta + 2 * self.num_softmax_heads * softmax_dims * seen
 
 
-MixerConfig = SoftmaxConfig | ChunkRoutedConfig | RecurrentConfig
+@frozen
+class HeadRoutedConfig:
+    """Elastic Attention (arXiv 2601.17367): each sample's key/value heads attend fully or sparsely.
+
+    The letters before the dash are what retrieval heads do, those after it what sparse heads do:
+    FA full attention, XA XAttention (arXiv 2503.16428), SSA sink and local blocks.
+    """
+
+    attention: SoftmaxConfig  # the backbone's
+    mode: Literal["FA-SSA", "FA-XA", "XA-SSA"] = "FA-SSA"
+    block_size: int = 128  # tokens
+    sink_blocks: int = 1  # SSA: first blocks every query sees
+    local_blocks: int = 16  # SSA: latest blocks, the query's own included
+    stride: int = 16  # XA: tokens per scored tile
+    threshold: float = 0.9  # XA: mass that the kept blocks reach
+    pool_tokens: int = 100  # the router reads the mean key of the first and of the last so many
+    # With a state: "trimmed" keeps the sinks and a ring for SSA heads; "full" lets every head see
+    # all after the prompt, as the authors' release does.
+    decode: Literal["trimmed", "full"] = "trimmed"
+    # Trimmed only; the share of heads for which there is room to keep every token. Retrieval heads
+    # without room: "sparse" makes them SSA heads, "error" makes generation fail.
+    kv_capacity: float = 1.0
+    kv_overflow: Literal["error", "sparse"] = "error"
+
+    def __post_init__(self):
+        sizes = ("block_size", "local_blocks", "stride", "threshold", "pool_tokens", "kv_capacity")
+        require_positive("mixer", self, *sizes)
+        require(self.sink_blocks >= 0, f"mixer.sink_blocks={self.sink_blocks} must be >= 0")
+        require(self.attention.window is None, "mixer.attention.window must be None")
+        require_multiple("mixer.block_size", self.block_size, "stride", self.stride)
+        for name in ("threshold", "kv_capacity"):
+            value = getattr(self, name)
+            require(value <= 1, f"mixer.{name}={value} must lie in (0, 1]")
+
+    @property
+    def trims(self) -> bool:
+        """Whether sparse heads forget keys while decoding."""
+        return self.decode == "trimmed" and self.mode != "FA-XA"
+
+    def mixing_flops(self, length: int, softmax_fraction: float) -> float:
+        """As for softmax attention; SSA heads, 1 - softmax_fraction of all, see sinks and window.
+
+        XAttention heads count as full: what they keep depends on the text.
+        """
+        everything = self.attention.mixing_flops(length, 1.0)
+        if self.mode == "FA-XA":
+            return everything
+        window = (self.sink_blocks + self.local_blocks) * self.block_size
+        sparse = dataclasses.replace(self.attention, window=window).mixing_flops(length, 1.0)
+        return softmax_fraction * everything + (1 - softmax_fraction) * sparse
+
+
+MixerConfig = SoftmaxConfig | ChunkRoutedConfig | HeadRoutedConfig | RecurrentConfig
 
 
 # ---- The model: a stack of blocks ----
@@ -408,9 +461,10 @@ class Experiment:
             f"optimizer.accumulation_steps={rows}",
         )
         for i, block in enumerate(self.model.blocks):
-            chunk = getattr(block.mixer, "chunk_size", 1)
-            require(
-                self.data.document_alignment % chunk == 0,
-                f"data.document_alignment={self.data.document_alignment} must be a multiple of "
-                f"model.blocks.{i}.mixer.chunk_size={chunk}",
-            )
+            for name in ("chunk_size", "block_size"):
+                size = getattr(block.mixer, name, 1)
+                require(
+                    self.data.document_alignment % size == 0,
+                    f"data.document_alignment={self.data.document_alignment} must be a multiple "
+                    f"of model.blocks.{i}.mixer.{name}={size}",
+                )

@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 
 from jhybrid import sampling
-from jhybrid.config import ChunkRoutedConfig, ModelConfig
+from jhybrid.config import ChunkRoutedConfig, HeadRoutedConfig, ModelConfig
 from jhybrid.errors import UserError
 from jhybrid.memory import Usage, usage
 from jhybrid.mixers import Context, State
@@ -46,10 +46,10 @@ def generate(
     `keys`, one per row, are what drawing tokens needs; a row's tokens depend on its own prompt and
     key only. After its `stop_token` a row holds nothing but `stop_token`, and the loop ends when
     all rows have stopped. Prompts are read `prefill_tokens` at a time, which bounds the memory of
-    activations.
+    activations; with head-routed blocks at once, since the whole prompt decides.
 
-    Raises UserError when a chunk-routed block has less room than its router wants, unless the
-    block's `kv_overflow` allows it.
+    Raises UserError when a routed block has less room than its router wants, unless the block's
+    `kv_overflow` allows it.
     """
     longest = tokens.shape[1]
     if max_new_tokens < 1:
@@ -60,6 +60,8 @@ def generate(
         raise UserError(f"temperature={choice.temperature} needs keys")
     if np.min(lengths) < 1 or np.max(lengths) > longest:
         raise UserError(f"lengths={np.asarray(lengths)} must lie between 1 and {longest}")
+    if any(isinstance(block.mixer, HeadRoutedConfig) for block in model.config.blocks):
+        prefill_tokens = longest
     graphdef, weights = nnx.split(model)
     generation = _generate(
         graphdef,
@@ -78,16 +80,19 @@ def generate(
 
 
 def require_room(config: ModelConfig, usages: tuple[Usage | None, ...]) -> None:
-    """Raises UserError if chunks were turned away from a cache that must not overflow."""
+    """Raises UserError if chunks or heads were turned away from a cache that must not overflow."""
     for i, (block, used) in enumerate(zip(config.blocks, usages, strict=True)):
         mixer = block.mixer
-        if not isinstance(mixer, ChunkRoutedConfig) or mixer.kv_overflow == "linear":
+        if not isinstance(mixer, ChunkRoutedConfig | HeadRoutedConfig):
             continue
         refused = 0 if used is None else int(np.max(used.refused))
-        if refused:
+        if refused and mixer.kv_overflow == "error":
+            chunks = isinstance(mixer, ChunkRoutedConfig)
+            lacking = f"a head has no room for {refused} more chunks"
+            lacking = lacking if chunks else f"there is no room for {refused} more full heads"
             raise UserError(
-                f"model.blocks.{i}.mixer.kv_capacity={mixer.kv_capacity}: a head has no room for "
-                f"{refused} more chunks; raise it or set kv_overflow=linear"
+                f"model.blocks.{i}.mixer.kv_capacity={mixer.kv_capacity}: {lacking}; raise it or "
+                f"set kv_overflow={'linear' if chunks else 'sparse'}"
             )
 
 

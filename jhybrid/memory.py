@@ -11,6 +11,7 @@ import numpy as np
 
 from jhybrid.mixers import State
 from jhybrid.mixers.chunk_routed import ChunkRoutedState
+from jhybrid.mixers.head_routed_ops import HeadRoutedState
 from jhybrid.mixers.softmax import SoftmaxState
 from jhybrid.model import HybridLM
 from pallas_kernels.array_types import Array, Int
@@ -22,7 +23,7 @@ class Usage(NamedTuple):
     length: Int[Array, "B"]  # tokens read
     cached: Int[Array, "B H"]  # of them, those whose keys and values are there, by head
     token_bytes: Int[Array, ""]  # keys and values of one token of one of these heads
-    refused: Int[Array, "B H"]  # chunks that had no room
+    refused: Int[Array, "B #H"]  # chunks that had no room; heads of a head-routed block
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,6 +69,11 @@ def usage(state: State) -> Usage | None:
         case SoftmaxState(keys=keys, values=values):
             cached = jnp.broadcast_to(state.length[:, None], keys.shape[:2])
             heads, refused = 1, jnp.zeros_like(cached)
+        case HeadRoutedState(keys=keys, values=values, recent=recent):
+            length = jnp.broadcast_to(state.length[:, None], state.full.shape)
+            room = length if recent is None else jnp.minimum(length, recent[0].shape[2])
+            cached = jnp.where(state.full, length, room)
+            heads, refused = 1, jnp.sum(state.refused, 1, keepdims=True, dtype=jnp.int32)
         case _:
             return None
     token_bytes = heads * (keys.shape[-1] + values.shape[-1]) * keys.dtype.itemsize

@@ -8,6 +8,7 @@ from flax import nnx
 from jhybrid.config import (
     ChunkRoutedConfig,
     GatedDeltaNetConfig,
+    HeadRoutedConfig,
     MixerConfig,
     ModelConfig,
     SoftmaxConfig,
@@ -17,6 +18,7 @@ from jhybrid.mixers.context import Context, Mixer, Report, State
 from jhybrid.mixers.delta_net import DeltaNet
 from jhybrid.mixers.gated_delta_net import GatedDeltaNet
 from jhybrid.mixers.gla import GLA
+from jhybrid.mixers.head_routed import HeadRouted
 from jhybrid.mixers.hgrn import HGRN
 from jhybrid.mixers.hgrn2 import HGRN2
 from jhybrid.mixers.kda import KDA
@@ -42,6 +44,7 @@ MIXERS: Mapping[type, Any] = {
     SoftmaxConfig: Softmax,
     GatedDeltaNetConfig: GatedDeltaNet,
     ChunkRoutedConfig: ChunkRouted,
+    HeadRoutedConfig: HeadRouted,
     HGRNConfig: HGRN,
     HGRN2Config: HGRN2,
     RetNetConfig: RetNet,

@@ -19,6 +19,7 @@ Report = dict[str, Array]  # statistics of one call; empty for mixers that decid
         "positions",
         "segment_ids",
         "lengths",
+        "prompt",
         "rng",
         "temperature",
         "softmax_bias",
@@ -39,6 +40,7 @@ class Context:
     positions: Int[Array, "B T"]  # from the start of the token's own document or prompt
     segment_ids: Int[Array, "B T"] | None = None  # packed documents; negative is padding
     lengths: Int[Array, "B"] | None = None  # valid tokens of each right-padded row in this call
+    prompt: Bool[Array, "B T"] | None = None  # what routers of heads may read; all tokens if None
     rng: Array | None = None  # key of stochastic routing; without it routing is deterministic
     temperature: Float[Array, ""] | None = None  # of the router's softmax
     softmax_bias: Float[Array, ""] | None = None  # of every router; None: as configured
@@ -54,6 +56,10 @@ class Context:
         if self.lengths is not None:
             valid &= jnp.arange(valid.shape[1]) < self.lengths[:, None]
         return valid
+
+    def router_tokens(self) -> Bool[Array, "B T"]:
+        """Which tokens decide how the heads of their document attend."""
+        return self.valid() if self.prompt is None else self.valid() & self.prompt
 
     def counts(self) -> Int[Array, "B"]:
         """Valid tokens per row, as `lengths` says."""

@@ -61,9 +61,8 @@ class Softmax(nnx.Module):
         self, x: Float[Array, "B T D"], state: SoftmaxState | None, context: Context
     ) -> tuple[Float[Array, "B T D"], SoftmaxState | None, Report]:
         B, T, _ = x.shape
-        q = self._heads(self.q_proj(x), self.q_norm, context)
-        k = self._heads(self.k_proj(x), self.k_norm, context)
-        v = self.v_proj(x).reshape(k.shape)
+        q, k, v = self.project(x)
+        q, k = self.rotate(q, context), self.rotate(k, context)
         kernel = {"window": self.config.window, "implementation": self.implementation}
         heads, cache, batch = ("batch", None, "heads"), ("batch", "heads"), ("batch",)
         if state is None:
@@ -81,12 +80,19 @@ class Softmax(nnx.Module):
             state = SoftmaxState(state.length + counts, keys, values)
         return self.o_proj(o.reshape(B, T, -1)), state, {}
 
-    def _heads(
-        self, x: Float[Array, "B T F"], norm: RMSNorm | None, context: Context
-    ) -> Float[Array, "B T H K"]:
-        x = x.reshape(*x.shape[:2], -1, self.config.head_dim)
-        if norm is not None:
-            x = norm(x)
+    def project(
+        self, x: Float[Array, "B T D"]
+    ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T G K"], Float[Array, "B T G K"]]:
+        """q, k, v; the first two after their norms and before their rotation."""
+
+        def heads(x: Array, norm: RMSNorm | None = None) -> Array:
+            x = x.reshape(*x.shape[:2], -1, self.config.head_dim)
+            return x if norm is None else norm(x)
+
+        q, k = heads(self.q_proj(x), self.q_norm), heads(self.k_proj(x), self.k_norm)
+        return q, k, heads(self.v_proj(x))
+
+    def rotate(self, x: Float[Array, "B T H K"], context: Context) -> Float[Array, "B T H K"]:
         theta, scaling = self.config.rope_theta, self.config.rope_scaling
         return x if theta is None else rotate(x, context.positions, theta, scaling)
 
