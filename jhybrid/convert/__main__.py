@@ -4,6 +4,7 @@ from pathlib import Path
 
 import jhybrid.convert
 from jhybrid.commandline import Parser, run
+from jhybrid.convert.fla_folder import from_fla
 from jhybrid.convert.gguf_llama import from_gguf
 from jhybrid.convert.huggingface import from_hf, to_hf
 
@@ -16,12 +17,16 @@ def _main() -> int:
     importing.add_argument("--set", action="append", default=[], metavar="PATH=VALUE")
     folder = commands.add_parser("from-hf", parents=[importing], help="a Hugging Face folder")
     folder.add_argument("folder", type=Path)
+    fla = commands.add_parser(
+        "from-fla", parents=[importing], help="a folder of flash-linear-attention 0.6.0"
+    )
+    fla.add_argument("folder", type=Path)
     gguf = commands.add_parser("from-gguf", parents=[importing], help="a GGUF file (Llama)")
     gguf.add_argument("file", type=Path)
     gguf.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     back = commands.add_parser("to-hf", help="an export or a workdir as a Hugging Face folder")
     back.add_argument("checkpoint", type=Path)
-    for command in (folder, gguf, back):
+    for command in (folder, fla, gguf, back):
         command.add_argument("out", type=Path)
     arguments = parser.parse_args()
     if arguments.command == "to-hf":
@@ -30,6 +35,8 @@ def _main() -> int:
         options = {"tokenizer": arguments.tokenizer, "assignments": arguments.set}
         if arguments.command == "from-hf":
             written = from_hf(arguments.folder, arguments.out, **options)
+        elif arguments.command == "from-fla":
+            written = from_fla(arguments.folder, arguments.out, **options)
         else:
             written = from_gguf(arguments.file, arguments.out, dtype=arguments.dtype, **options)
     print(f"wrote {written}")

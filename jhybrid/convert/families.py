@@ -299,5 +299,5 @@ def describe(model: ModelConfig, template: Mapping[str, Any]) -> tuple[Any, dict
 
 def same_function(a: ModelConfig, b: ModelConfig) -> bool:
     """Whether two configs compute the same from the same parameters, up to rounding."""
-    fields = ("vocab_size", "dim", "blocks", "tied_head", "norm_eps")
+    fields = ("vocab_size", "dim", "blocks", "tied_head", "embed_norm", "norm_eps")
     return all(getattr(a, name) == getattr(b, name) for name in fields)
