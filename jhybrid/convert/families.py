@@ -17,6 +17,8 @@ from jhybrid.config import (
 )
 from jhybrid.errors import UserError
 
+MAX_DEPTH = 256
+
 
 class Name(NamedTuple):
     """A parameter's name in a checkpoint; `{}` stands for the number of its block.
@@ -106,6 +108,13 @@ class Fields:
             raise self.refuse(name, "must be positive")
         return value
 
+    def depth(self, name: str) -> int:
+        """A number of layers, small enough to list them before any tensor was seen."""
+        value = self.size(name)
+        if value > MAX_DEPTH:
+            raise self.refuse(name, f"must be at most {MAX_DEPTH}")
+        return value
+
     def only(self, name: str, supported: Any) -> None:
         """Refuses any value but `supported`, which an absent field stands for."""
         if self.values.get(name, supported) not in (supported, None):
@@ -133,7 +142,7 @@ class TransformerFamily:
         ):
             fields.only(name, supported)
         dim, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
-        depth = fields.size("num_hidden_layers")
+        depth = fields.depth("num_hidden_layers")
         theta, scaling = _read_rope(fields)
         mixer = SoftmaxConfig(
             num_heads=heads,

@@ -89,7 +89,7 @@ def read_config(fields: Fields, file: GGUF) -> ModelConfig:
         vocab_size=embedding.shape[0],
         dim=dim,
         blocks=(BlockConfig(mixer=mixer, channel_mixer=channels),)
-        * fields.size("llama.block_count"),
+        * fields.depth("llama.block_count"),
         tied_head="output.weight" not in file.tensors,
         norm_eps=float(str(np.float32(epsilon))),  # 1e-05, not 9.99999975e-06
     )
