@@ -150,33 +150,45 @@ class Kernel:
 
 
 _BUNDLE = re.compile(r"^\s*(?:0x[0-9a-f]+|0)\s+([A-Z]{2})?\s*:\s*(>*)\s*\{(.*)")
-_EXIT = re.compile(r"scmp\.\w+\.s32\.totalorder (?:\(\S+\), )?\S+, (\d+) /\* loop exit test")
+_EXIT = re.compile(r"(%p\w+) = ([^;]*?) /\* loop exit test")
+_TRIPS = re.compile(r"scmp\.\w+\.s32\.totalorder (?:\(\S+\), )?\S+, (\d+)$")
 _VMEM = re.compile(r"#allocation\d+ \[shape = .*?space=vmem, size = (0x[0-9a-f]+)")
 
 
 def read_loops(program: str) -> tuple[list[int], list[Loop]]:
     """For each bundle of a `final_bundles` text the index of its loop (-1 outside), and the loops.
 
-    The exit test of a counted loop compares with its number of trips.
+    The exit test of a counted loop compares with its number of trips. A loop lasts to the branch
+    on its exit test and the bundles of its depth after it: bundles before it may be marked with
+    less depth, for holding only what the compiler moved up from behind the loop.
     """
     owners: list[int] = []
     depths: list[int] = []
     trips: list[int | None] = []
-    open_loops: list[int] = []
+    tests: list[str] = []  # the predicate that ends the loop, then "" once it was branched on
+    inside: list[int] = []
     for line in program.splitlines():
         match = _BUNDLE.match(line)
         if match:
             tag, nesting, body = match.groups()
             depth = nesting.count(">")
             if tag == "LB":
-                open_loops = [*open_loops[: depth - 1], len(depths)]
+                inside = [*inside[: depth - 1], len(depths)]
                 depths.append(depth)
                 trips.append(None)
+                tests.append("?")
             elif not body.startswith("}"):  # an empty bundle carries no nesting
-                open_loops = open_loops[:depth]
-            owners.append(open_loops[-1] if open_loops else -1)
-        if open_loops and (test := _EXIT.search(line)):
-            trips[open_loops[-1]] = int(test.group(1))
+                while len(inside) > depth and not tests[inside[-1]]:
+                    inside.pop()
+            owners.append(inside[-1] if inside else -1)
+        if inside and (test := _EXIT.search(line)):
+            predicate, comparison = test.groups()
+            count = _TRIPS.search(comparison)
+            trips[inside[-1]] = int(count.group(1)) if count else None
+            tests[inside[-1]] = predicate
+        for loop in inside:
+            if f"sbr.rel (!{tests[loop]})" in line:
+                tests[loop] = ""
     loops = [
         Loop(depth, count, owners.count(i))
         for i, (depth, count) in enumerate(zip(depths, trips, strict=True))

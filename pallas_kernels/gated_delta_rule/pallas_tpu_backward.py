@@ -7,7 +7,7 @@ on the order of parallel steps.
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +18,6 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.array_types import Array, Float
 from pallas_kernels.gated_delta_rule.pallas_tpu_tiles import (
     BETA,
-    GATES,
     INTO,
     NN,
     NT,
@@ -26,11 +25,14 @@ from pallas_kernels.gated_delta_rule.pallas_tpu_tiles import (
     TILE,
     TN,
     Gates,
+    Heads,
     Layout,
-    interleave,
+    for_heads,
     lanes,
     positions,
     product,
+    row_sums,
+    spread_gates,
 )
 
 # Rows of the gradients of a tile's gates. BALANCE, WRITTEN and PASSED are, for the log decays, what
@@ -59,104 +61,138 @@ class _Outputs(NamedTuple):
 
 class _Scratch(NamedTuple):
     dstate: Any  # [heads, K, V] fp32
-    columns: Any  # [C, heads * 8] the gates, tokens along the sublanes
-    dcolumns: Any  # [C, heads * 8] their gradients
-    pair: Any  # [heads, C, C] fp32, without the write mask
+    columns: Any  # `Layout.columns`
+    pair: Any  # [heads, C, C] fp32, D without the write mask
     scores: Any  # [heads, 2 C, C] fp32: K K^T above Q K^T
     left: Any  # [heads, C, V] fp32: V - into (K S)
+    new: Any  # [heads, C, V] Vn
+    outer: Any  # [heads, 2 C, V]: dO above dZ
+    inner: Any  # [heads, 2 C, C]: the gradients of Q K^T above those of K K^T, symmetrised
     dkeys: Any  # [key heads, 2 C, K] fp32: sums over value heads
 
 
-def _head(h: int, layout: Layout, x: _Inputs, y: _Outputs, tmp: _Scratch) -> Iterator[None]:
-    """One tile of one head, up to each point where another head's work should come first."""
-    dtype, scale = layout.dtype, layout.scale
-    keys, values = layout.key_lanes(h), lanes(h, layout.V)
-    gates = Gates(x.gates[0, h, 0], tmp.columns[:, lanes(h, GATES)], layout)
+class _Head:
+    """What the stages share: one head's gates and parts of the blocks and of the scratch memory."""
+
+    def __init__(self, x: _Inputs, y: _Outputs, tmp: _Scratch, heads: Heads, h: int):
+        layout = heads.layout
+        self.layout, self.dtype, self.scale = layout, layout.dtype, layout.scale
+        self.rows, self.columns = heads.own(x.gates.at[0, :, 0]).at[h], heads.own(tmp.columns).at[h]
+        self.gates = Gates(self.rows[...], self.columns, layout)
+        self.q, self.k = heads.keys(x.q, h), heads.keys(x.k, h)
+        values = lanes(h, layout.V)
+        self.v, self.do, self.dv = (
+            heads.lanes(ref, layout.V).at[:, values] for ref in (x.v, x.do, y.dv)
+        )
+        self.inverse = heads.lanes(x.inverses, TILE).at[:, lanes(h, TILE)]
+        self.state = heads.own(x.states.at[0, :, 0]).at[h]
+        self.dgates = heads.own(y.dgates.at[0, :, 0]).at[h]
+        if layout.group == 1:
+            self.dq, self.dk = heads.keys(y.dq, h), heads.keys(y.dk, h)
+        else:
+            self.dkeys = tmp.dkeys.at[heads.key_head(h)]
+        self.dstate, self.pair, self.scores, self.left, self.new, self.outer, self.inner = (
+            heads.own(getattr(tmp, name)).at[h]
+            for name in ("dstate", "pair", "scores", "left", "new", "outer", "inner")
+        )
+
+    def add(self, gate: int, row: Float[Array, "1 C"]) -> None:
+        """To the gate's gradient."""
+        self.dgates[gate : gate + 1, :] += row
+
+
+def _replay(a: _Head) -> Iterator[None]:
+    """What the forward pass had: scores, decays and new values."""
+    spread_gates(a.layout, a.rows[...], a.columns)
+    k = a.k[...]
+    a.scores[...] = product(jnp.concatenate([k, a.q[...]], axis=0), k, NT, a.dtype)
+    yield
+    a.pair[...] = a.gates.pair()
+    read = product(k, a.state[...], NN, a.dtype)
+    yield
+    left = a.v[...].astype(jnp.float32) - a.gates.column(INTO, a.layout.V) * read
+    a.left[...] = left
+    new = product(a.inverse[...] * a.gates.row(BETA), left, NN, a.dtype)
+    a.new[...] = new.astype(a.dtype)
+    yield
+
+
+def _values(a: _Head) -> Iterator[None]:
+    """Gradients of the new values, of Z and of V."""
+    a.outer[:TILE] = a.do[...]
+    attention = a.scale * a.scores[TILE:] * a.gates.weighted(a.pair[...])
+    dnew = product(attention, a.do[...], TN, a.dtype)
+    yield
+    dnew += a.gates.out_column(a.layout.V) * product(a.k[...], a.dstate[...], NN, a.dtype)
+    yield
+    dz = product(a.inverse[...], dnew, TN, a.dtype)
+    yield
+    a.outer[TILE:] = dz.astype(a.dtype)
+    a.dv[...] = (a.gates.column(BETA, a.layout.V) * dz).astype(a.dv.dtype)
+    a.add(DBETA, row_sums(dz * a.left[...], a.dtype))
+    yield
+
+
+def _pairs(a: _Head) -> Iterator[None]:
+    """Gradients of what two tokens of the tile have to do with each other."""
+    dpairs = product(a.outer[...], a.new[...], NT, a.dtype)  # dO Vn^T above dZ Vn^T
+    yield
     i, j = positions()
-
-    def put(gate: int, column: Float[Array, "C 1"]):
-        tmp.dcolumns[:, h * GATES + gate : h * GATES + gate + 1] = column
-
-    k, q, do = x.k[0, :, keys], x.q[0, :, keys], x.do[0, :, values]
-    tmp.scores[h] = product(jnp.concatenate([k, q], axis=0), k, NT, dtype)
-    yield
-    tmp.pair[h] = gates.pair()
-    state = x.states[0, h, 0]
-    read = product(k, state, NN, dtype)
-    yield
-    left = x.v[0, :, values].astype(jnp.float32) - gates.column(INTO) * read
-    tmp.left[h] = left
-    inverse = x.inverses[0, :, lanes(h, TILE)]
-    new = product(inverse, gates.column(BETA) * left, NN, dtype).astype(dtype)
-    yield
-    dstate = tmp.dstate[h].astype(dtype)
-    attention = scale * tmp.scores[h, TILE:] * gates.weighted(tmp.pair[h])
-    dnew = product(attention, do, TN, dtype) + gates.out * product(k, dstate, NN, dtype)
-    yield
-    dz = product(inverse, dnew, TN, dtype)
-    yield
-    y.dv[0, :, values] = (gates.column(BETA) * dz).astype(y.dv.dtype)
-    dbeta = (dz * tmp.left[h]).sum(1, keepdims=True)
-    outer = jnp.concatenate([do, dz.astype(dtype)], axis=0)
-    dpairs = product(outer, new, NT, dtype)  # dO Vn^T above dZ Vn^T
-    yield
-    pair = tmp.pair[h]
-    weighted = gates.weighted(pair)
-    similarity = tmp.scores[h, :TILE]
-    dattention = scale * dpairs[:TILE]
+    pair, similarity = a.pair[...], a.scores[:TILE]
+    weighted = a.gates.weighted(pair)
+    dattention = a.scale * dpairs[:TILE]
     dstrict = jnp.where(i > j, -dpairs[TILE:], 0)
-    put(DBETA, dbeta + (dstrict * weighted * similarity).sum(1, keepdims=True))
-    dstrict = gates.column(BETA) * dstrict
-    dfactor = dattention * tmp.scores[h, TILE:] + dstrict * similarity  # of `weighted`
-    crossing = gates.crossing()
+    a.add(DBETA, row_sums(dstrict * weighted * similarity, a.dtype))
+    dstrict = a.gates.column(BETA) * dstrict
+    dfactor = dattention * a.scores[TILE:] + dstrict * similarity  # of `weighted`
+    crossing = a.gates.crossing()
     if crossing is not None:
         row = jnp.where(crossing, dfactor * pair, 0).sum(0, keepdims=True)
-        y.dgates[0, h, 0, CROSSING : CROSSING + 1, :] = row
+        a.add(CROSSING, row)
     passing = jnp.where(i > j, dfactor * weighted, 0)
-    # The rows of BALANCE come with the columns at the end of the step.
-    y.dgates[0, h, 0, BALANCE : BALANCE + 1, :] = -passing.sum(0, keepdims=True)
-    balance = passing.sum(1, keepdims=True)
-    dattention, dstrict = dattention * weighted, dstrict * weighted
-    yield
-    dsimilarity = dstrict + dstrict.T
-    dread = product(outer, state, NT, dtype)  # dO S^T above dZ S^T
-    yield
-    dwritten = product(new, dstate, NT, dtype)
-    yield
-    dq_read, dk_read = scale * dread[:TILE], gates.column(BETA) * dread[TILE:]
-    read_by = (dq_read * q - dk_read * k).sum(1, keepdims=True)
-    put(BALANCE, balance + gates.column(INTO) * read_by)
-    put(WRITTEN, gates.column(OUT) * (dwritten * k).sum(1, keepdims=True))
-    inner = product(jnp.concatenate([dattention, dsimilarity], axis=0), k, NN, dtype)
-    yield
-    dq = gates.column(INTO) * dq_read + inner[:TILE]
-    dk = inner[TILE:] - gates.column(INTO) * dk_read + gates.out * dwritten
-    dk += product(dattention, q, TN, dtype)
-    _add_keys(h, layout, y, tmp, dq, dk)
-    yield
-    into = gates.column(INTO)
-    reading = jnp.concatenate(
-        [(scale * into * q).astype(dtype), (-into * gates.column(BETA) * k).astype(dtype)], axis=0
-    )
-    through = gates.through * tmp.dstate[h]
-    passed = (through * state).sum(0, keepdims=True).sum(1, keepdims=True)
-    y.dgates[0, h, 0, PASSED : PASSED + 1, :] = jnp.broadcast_to(passed, (1, TILE))
-    tmp.dstate[h] = through + product(reading, outer, TN, dtype)
+    a.add(BALANCE, row_sums(passing, a.dtype) - passing.sum(0, keepdims=True))
+    a.inner[:TILE] = (dattention * weighted).astype(a.dtype)
+    dstrict *= weighted
+    a.inner[TILE:] = (dstrict + dstrict.T).astype(a.dtype)
     yield
 
 
-def _add_keys(h: int, layout: Layout, y: _Outputs, tmp: _Scratch, dq: Array, dk: Array) -> None:
-    """Adds the value head's part to its key head's; the last of them writes the block."""
-    key_head, member = divmod(h, layout.group)
-    if layout.group > 1:
-        both = jnp.concatenate([dq, dk], axis=0)
-        if member:
-            both += tmp.dkeys[key_head]
-        tmp.dkeys[key_head] = both
-        dq, dk = both[:TILE], both[TILE:]
-    if member == layout.group - 1:
-        y.dq[0, :, layout.key_lanes(h)] = dq.astype(y.dq.dtype)
-        y.dk[0, :, layout.key_lanes(h)] = dk.astype(y.dk.dtype)
+def _keys(a: _Head) -> Iterator[None]:
+    """Gradients of Q and K."""
+    k, q, K = a.k[...], a.q[...], a.layout.K
+    into = a.gates.column(INTO, K)
+    dread = product(a.outer[...], a.state[...], NT, a.dtype)  # dO S^T above dZ S^T
+    yield
+    dq, dk = a.scale * dread[:TILE], -a.gates.column(BETA, K) * dread[TILE:]
+    a.add(BALANCE, a.gates.row(INTO) * row_sums(dq * q + dk * k, a.dtype))
+    inner = product(a.inner[...], k, NN, a.dtype)
+    dq, dk = into * dq + inner[:TILE], into * dk + inner[TILE:]
+    yield
+    dwritten = product(a.new[...], a.dstate[...], NT, a.dtype)
+    a.add(WRITTEN, a.gates.row(OUT) * row_sums(dwritten * k, a.dtype))
+    yield
+    dk += a.gates.out_column(K) * dwritten + product(a.inner[:TILE], q, TN, a.dtype)
+    if a.layout.group == 1:
+        a.dq[...] = dq.astype(a.dtype)
+        a.dk[...] = dk.astype(a.dtype)
+    else:
+        a.dkeys[...] += jnp.concatenate([dq, dk], axis=0)
+    yield
+
+
+def _states(a: _Head) -> Iterator[None]:
+    """The gradient of the state that enters the tile."""
+    K = a.layout.K
+    into = a.gates.column(INTO, K)
+    reading = [a.scale * into * a.q[...], -into * a.gates.column(BETA, K) * a.k[...]]
+    reading = jnp.concatenate(reading).astype(a.dtype)
+    added = product(reading, a.outer[...], TN, a.dtype)
+    yield
+    through = a.gates.through * a.dstate[...]
+    passed = (through * a.state[...]).sum(0, keepdims=True).sum(1, keepdims=True)
+    a.add(PASSED, jnp.broadcast_to(passed, (1, TILE)))
+    a.dstate[...] = through + added
+    yield
 
 
 def _kernel(*refs, layout: Layout):
@@ -168,12 +204,24 @@ def _kernel(*refs, layout: Layout):
     def _enter():
         tmp.dstate[...] = x.dfinal[0]
 
-    rows = (layout.heads, GATES, TILE)
-    tmp.columns[...] = x.gates[0, :, 0].reshape(-1, TILE).T
-    tmp.dcolumns[...] = jnp.zeros_like(tmp.dcolumns)
-    y.dgates[0, :, 0] = jnp.zeros(rows, jnp.float32)
-    interleave(_head(h, layout, x, y, tmp) for h in range(layout.heads))
-    y.dgates[0, :, 0] += tmp.dcolumns[...].T.reshape(rows)
+    def stage(compute: Callable[[_Head], Iterator[None]], least: int):
+        size = layout.side_by_side(least)
+        for_heads(layout, size, lambda heads, h: compute(_Head(x, y, tmp, heads, h)))
+
+    y.dgates[...] = jnp.zeros_like(y.dgates)
+    if layout.group > 1:
+        tmp.dkeys[...] = jnp.zeros_like(tmp.dkeys)
+    # The first two are chains of products, which more heads fill; the next two fill registers.
+    stage(_replay, 4)
+    stage(_values, 4)
+    stage(_pairs, 1)
+    stage(_keys, 1)
+    stage(_states, 2)
+    if layout.group > 1:
+        for key_head in range(layout.key_heads):
+            keys = (0, slice(None), lanes(key_head, layout.K))
+            y.dq[keys] = tmp.dkeys[key_head, :TILE].astype(y.dq.dtype)
+            y.dk[keys] = tmp.dkeys[key_head, TILE:].astype(y.dk.dtype)
 
     @pl.when(pl.program_id(2) == pl.num_programs(2) - 1)
     def _leave():
@@ -242,11 +290,13 @@ def backward(
         scratch_shapes=tuple(
             _Scratch(
                 dstate=pltpu.VMEM((heads, K, V), jnp.float32),
-                columns=pltpu.VMEM((TILE, heads * GATES), jnp.float32),
-                dcolumns=pltpu.VMEM((TILE, heads * GATES), jnp.float32),
+                columns=layout.columns(),
                 pair=pltpu.VMEM(square, jnp.float32),
                 scores=pltpu.VMEM((heads, 2 * TILE, TILE), jnp.float32),
                 left=pltpu.VMEM((heads, TILE, V), jnp.float32),
+                new=pltpu.VMEM((heads, TILE, V), dtype),
+                outer=pltpu.VMEM((heads, 2 * TILE, V), dtype),
+                inner=pltpu.VMEM((heads, 2 * TILE, TILE), dtype),
                 dkeys=pltpu.VMEM((key_heads, 2 * TILE, K), jnp.float32),
             )
         ),

@@ -6,6 +6,7 @@ Notation: README.md beside this file.
 
 import functools
 from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,74 +16,104 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.array_types import Array, Float
 from pallas_kernels.gated_delta_rule.pallas_tpu_tiles import (
     BETA,
-    GATES,
     INTO,
     NN,
     NT,
     TILE,
-    TN,
-    Gates,
+    Heads,
     Layout,
-    interleave,
+    for_heads,
     invert,
     lanes,
     positions,
     product,
+    spread_gates,
 )
 
 
-def _head(
-    h: int, layout: Layout, q_ref, k_ref, v_ref, gates_ref, o_ref, kept, state_ref, columns_ref,
-    attention_ref, strict_ref, inverse_ref,
-) -> Iterator[None]:  # fmt: skip
-    """One tile of one head, up to each point where another head's work should come first."""
-    dtype, scale = layout.dtype, layout.scale
-    values = (0, slice(None), lanes(h, layout.V))
-    gates = Gates(gates_ref[0, h, 0], columns_ref[:, lanes(h, GATES)], layout)
-    k = k_ref[0, :, layout.key_lanes(h)]
-    kq = jnp.concatenate([k, q_ref[0, :, layout.key_lanes(h)]], axis=0)
-    scores = product(kq, k, NT, dtype)
+class _Refs(NamedTuple):
+    q: Any
+    k: Any
+    v: Any
+    gates: Any
+    initial: Any
+    o: Any
+    final: Any
+    inverses: Any  # None where nothing is kept for a backward pass
+    states: Any
+    state: Any  # the rest is scratch: [heads, K, V] fp32
+    columns: Any  # `Layout.columns`
+    attention: Any  # [heads, C, C] scale Q K^T o D
+    strict: Any  # [heads, C, C] fp32, L
+    inverse: Any  # [heads, C, C] fp32, A
+
+
+def _pairs(x: _Refs, heads: Heads, h: int) -> Iterator[None]:
+    """What two tokens of the tile have to do with each other: attention and L."""
+    layout = heads.layout
+    spread_gates(layout, heads.own(x.gates.at[0, :, 0])[h], heads.own(x.columns).at[h])
+    gates = heads.gates(x.gates, x.columns, h)
+    k = heads.keys(x.k, h)[...]
+    kq = jnp.concatenate([k, heads.keys(x.q, h)[...]], axis=0)
+    scores = product(kq, k, NT, layout.dtype)
     yield
     pair = gates.weighted(gates.pair())
+    attention = layout.scale * scores[TILE:] * pair
+    heads.own(x.attention)[h] = attention.astype(layout.dtype)
     i, j = positions()
-    attention_ref[h] = (scale * scores[TILE:] * pair).astype(dtype)
-    strict_ref[h] = jnp.where(i > j, gates.column(BETA) * scores[:TILE] * pair, 0)
-    yield
-    yield from invert(strict_ref.at[h], inverse_ref.at[h], dtype)
-    state = state_ref[h]
-    read = product(kq, state, NN, dtype)
-    yield
-    values_left = v_ref[values].astype(jnp.float32) - gates.column(INTO) * read[:TILE]
-    z = (gates.column(BETA) * values_left).astype(dtype)
-    inverse = inverse_ref[h].astype(dtype)
-    new = product(inverse, z, NN, dtype)
-    yield
-    o = scale * gates.column(INTO) * read[TILE:] + product(attention_ref[h], new, NN, dtype)
-    o_ref[values] = o.astype(o_ref.dtype)
-    yield
-    state_ref[h] = gates.through * state + product(k, gates.out * new, TN, dtype)
-    if kept:
-        inverses_ref, states_ref = kept
-        inverses_ref[0, :, lanes(h, TILE)] = inverse
-        states_ref[0, h, 0] = state.astype(dtype)
+    strict = jnp.where(i > j, gates.column(BETA) * scores[:TILE] * pair, 0)
+    heads.own(x.strict)[h] = strict
     yield
 
 
-def _kernel(q_ref, k_ref, v_ref, gates_ref, initial_ref, o_ref, final_ref, *rest, layout: Layout):
-    *kept, state_ref, columns_ref, attention_ref, strict_ref, inverse_ref = rest
+def _pass(x: _Refs, heads: Heads, h: int) -> Iterator[None]:
+    """The tile's outputs and the state that leaves it."""
+    layout = heads.layout
+    dtype, scale = layout.dtype, layout.scale
+    gates = heads.gates(x.gates, x.columns, h)
+    state_ref, inverse = heads.own(x.state).at[h], heads.own(x.inverse)[h]
+    if x.states is not None:
+        heads.lanes(x.inverses, TILE)[:, lanes(h, TILE)] = inverse.astype(dtype)
+        heads.own(x.states.at[0, :, 0])[h] = state_ref[...].astype(dtype)
+    k = heads.keys(x.k, h)
+    read = product(k[...], state_ref[...], NN, dtype)
+    yield
+    v = heads.lanes(x.v, layout.V)[:, lanes(h, layout.V)].astype(jnp.float32)
+    left = v - gates.column(INTO, layout.V) * read
+    new = product(inverse * gates.row(BETA), left, NN, dtype)
+    yield
+    read = product(heads.keys(x.q, h)[...], state_ref[...], NN, dtype)
+    o = scale * gates.column(INTO, layout.V) * read + product(
+        heads.own(x.attention)[h], new, NN, dtype
+    )
+    heads.lanes(x.o, layout.V)[:, lanes(h, layout.V)] = o.astype(dtype)
+    yield
+    state_ref[...] = gates.through * state_ref[...] + product(
+        k[...].astype(jnp.float32).T * gates.out_row, new, NN, dtype
+    )
+    yield
+
+
+def _kernel(*refs, layout: Layout, keep: bool):
+    if not keep:
+        refs = (*refs[:7], None, None, *refs[7:])
+    x = _Refs(*refs)
 
     @pl.when(pl.program_id(2) == 0)
     def _enter():
-        state_ref[...] = initial_ref[0]
+        x.state[...] = x.initial[0]
 
-    columns_ref[...] = gates_ref[0, :, 0].reshape(layout.heads * GATES, TILE).T
-    inputs = q_ref, k_ref, v_ref, gates_ref
-    scratch = state_ref, columns_ref, attention_ref, strict_ref, inverse_ref
-    interleave(_head(h, layout, *inputs, o_ref, kept, *scratch) for h in range(layout.heads))
+    for_heads(layout, layout.side_by_side(2), functools.partial(_pairs, x))
+    for_heads(
+        layout,
+        layout.heads,  # a chain of small products: all heads, to fill its waits
+        lambda heads, h: invert(x.strict.at[h], x.inverse.at[h], layout.dtype),
+    )
+    for_heads(layout, layout.side_by_side(2), functools.partial(_pass, x))
 
     @pl.when(pl.program_id(2) == pl.num_programs(2) - 1)
     def _leave():
-        final_ref[0] = state_ref[...]
+        x.final[0] = x.state[...]
 
 
 def forward(
@@ -112,7 +143,7 @@ def forward(
     shapes, specs = zip(*outputs, strict=True)
     square = (heads, TILE, TILE)
     return pl.pallas_call(
-        functools.partial(_kernel, layout=layout),
+        functools.partial(_kernel, layout=layout, keep=keep),
         grid=layout.grid,
         in_specs=[
             layout.keys(),
@@ -125,7 +156,7 @@ def forward(
         out_shape=shapes,
         scratch_shapes=[
             pltpu.VMEM((heads, K, V), jnp.float32),
-            pltpu.VMEM((TILE, heads * GATES), jnp.float32),
+            layout.columns(),
             pltpu.VMEM(square, dtype),
             pltpu.VMEM(square, jnp.float32),
             pltpu.VMEM(square, jnp.float32),

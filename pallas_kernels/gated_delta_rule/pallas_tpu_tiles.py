@@ -1,11 +1,13 @@
 """TPU kernels: what they share: gates of a tile, decays, products, the inverse, interleaving."""
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.array_types import Array, Float, Int
 from pallas_kernels.blocks import pad_to_multiple
@@ -17,6 +19,7 @@ from pallas_kernels.gated_delta_rule.decays import (
 
 TILE = 128  # tokens computed together: the lanes of a vector register
 GATES = 8  # rows of a tile's gates
+_ROWS = 8  # of a vector register
 COARSE, FINE, BETA, INTO, OUT, THROUGH, DOCUMENT, MASK = range(GATES)
 
 
@@ -123,10 +126,85 @@ class Layout:
         """Of one state a row and head, [B, H, K, V]."""
         return pl.BlockSpec((1, self.heads, self.K, self.V), lambda b, h, n: (b, h, 0, 0))
 
-    def key_lanes(self, head: int) -> slice:
-        """The lanes of a step's value head `head` in a block of `keys`."""
-        first = head // self.group * self.K
-        return slice(first, first + self.K)
+    @property
+    def spread(self) -> tuple[int, ...]:
+        """The gates needed along the sublanes."""
+        needed = COARSE, FINE, BETA, INTO, OUT
+        return needed + (DOCUMENT,) * self.segments + (MASK,) * (self.unit is not None)
+
+    def columns(self) -> Any:
+        """Scratch memory for `spread_gates`."""
+        return pltpu.VMEM((self.heads, TILE, len(self.spread) * TILE), jnp.float32)
+
+    def side_by_side(self, least: int) -> int:
+        """The fewest heads, at least `least`, of which every group begins at whole registers of
+        lanes; all heads of a step if need be."""
+        group = self.group
+
+        def fits(size: int) -> bool:
+            nested = size % group == 0 or group % size == 0
+            keys = self.key_heads == 1 or max(1, size // group) * self.K % TILE == 0
+            return self.heads % size == 0 and nested and keys and size * self.V % TILE == 0
+
+        return min(filter(fits, range(least, self.heads)), default=self.heads)
+
+
+class Heads:
+    """Some consecutive heads of a grid step, and their parts of the step's blocks."""
+
+    def __init__(self, layout: Layout, index: Any, size: int):
+        self.layout, self.size = layout, size
+        self._index, self._whole = index, size == layout.heads
+
+    def _part(self, width: int, index: Any = None) -> Any:
+        first = (self._index if index is None else index) * width
+        return pl.ds(first if self._whole else pl.multiple_of(first, width), width)
+
+    def own(self, ref: Any) -> Any:
+        """Of [heads, ...]."""
+        return ref.at[self._part(self.size)]
+
+    def lanes(self, ref: Any, width: int) -> Any:
+        """Of [1, C, heads * width]."""
+        return ref.at[0, :, self._part(self.size * width)]
+
+    def gates(self, gates_ref: Any, columns_ref: Any, head: int) -> "Gates":
+        rows = self.own(gates_ref.at[0, :, 0])[head]
+        return Gates(rows, self.own(columns_ref).at[head], self.layout)
+
+    def keys(self, ref: Any, head: int) -> Any:
+        """Of [1, C, key heads * K], the lanes of the key head that the group's `head` reads."""
+        group, K = self.layout.group, self.layout.K
+        if self.size % group == 0:
+            part = ref.at[0, :, self._part(self.size // group * K)]
+            return part.at[:, lanes(head // group, K)]
+        return ref.at[0, :, self._part(K, self.key_head(head))]
+
+    def key_head(self, head: int) -> Any:
+        """Among the key heads of the step."""
+        group = self.layout.group
+        if self.size % group == 0:
+            return self._index * (self.size // group) + head // group
+        return jax.lax.div(self._index * self.size, group) if not self._whole else head // group
+
+
+def for_heads(layout: Layout, size: int, stream: Callable[[Heads, int], Iterator[None]]) -> None:
+    """Runs `stream(heads, h)` of all heads, `size` of them interleaved.
+
+    A loop, where there are more: the compiler schedules its body alone, so that what lives in
+    registers is that of `size` heads in one stage of the computation.
+    """
+
+    def body(index, carry):
+        heads = Heads(layout, index, size)
+        interleave(stream(heads, h) for h in range(size))
+        return carry
+
+    steps = layout.heads // size
+    if steps == 1:
+        body(0, None)
+    else:
+        jax.lax.fori_loop(0, steps, body, None)
 
 
 def lanes(head: int, width: int) -> slice:
@@ -164,27 +242,51 @@ def product(x: Array, y: Array, axes: tuple[int, int], like: jnp.dtype) -> Float
     )
 
 
+def spread_gates(layout: Layout, rows: Float[Array, "8 C"], columns_ref: Any) -> None:
+    """Fills `columns_ref`, [C, n C], with the n gates of `Layout.spread`, tokens along sublanes.
+
+    Each fills the lanes of a [C, C] tile. A product with ones, exact: an fp32 number is a sum of
+    three bf16 ones. The matrix unit does in passing what would keep the lane permuter busy.
+    """
+    parts, rest = [], rows
+    for _ in range(3):
+        parts.append(rest.astype(jnp.bfloat16).astype(jnp.float32))
+        rest -= parts[-1]
+    parts = jnp.concatenate([*parts, jnp.zeros_like(rows)])
+    gate = jax.lax.broadcasted_iota(jnp.int32, (parts.shape[0], TILE), 0) % GATES
+    wanted = [jnp.where(gate == column, 1.0, 0.0) for column in layout.spread]
+    wanted = jnp.concatenate(wanted, axis=1)
+    columns_ref[...] = product(parts, wanted, TN, jnp.dtype(jnp.bfloat16))
+
+
 class Gates:
     """One head's gates in both orientations, and the [C, C] tiles made of them."""
 
-    def __init__(self, rows: Float[Array, "8 C"], columns: Float[Array, "C 8"], layout: Layout):
-        self._rows, self._columns, self._layout = rows, columns, layout
+    def __init__(self, rows: Float[Array, "8 C"], columns_ref: Any, layout: Layout):
+        self._rows, self._columns, self._layout = rows, columns_ref, layout
 
     def row(self, gate: int) -> Float[Array, "1 C"]:
         return self._rows[gate : gate + 1, :]
 
-    def column(self, gate: int) -> Float[Array, "C 1"]:
-        return self._columns[:, gate : gate + 1]
+    def column(self, gate: int, width: int = TILE) -> Float[Array, "C {width}"]:
+        """Repeated along `width` lanes."""
+        column = self._columns[:, lanes(self._layout.spread.index(gate), TILE)]
+        copies = [column] * (width // TILE) + [column[:, : width % TILE]] * (width % TILE > 0)
+        return copies[0] if len(copies) == 1 else jnp.concatenate(copies, axis=1)
 
     @property
     def through(self) -> Float[Array, "1 1"]:
         return self._rows[THROUGH : THROUGH + 1, :1]
 
     @property
-    def out(self) -> Float[Array, "C 1"]:
+    def out_row(self) -> Float[Array, "1 C"]:
         """With the write mask's weights."""
-        out = self.column(OUT)
-        return out if self._layout.unit is None else out * self.column(MASK)
+        out = self.row(OUT)
+        return out if self._layout.unit is None else out * self.row(MASK)
+
+    def out_column(self, width: int) -> Float[Array, "C {width}"]:
+        out = self.column(OUT, width)
+        return out if self._layout.unit is None else out * self.column(MASK, width)
 
     def pair(self) -> Float[Array, "C C"]:
         """D_ij = exp(c_i - c_j) for i >= j of one document, else 0."""
@@ -210,6 +312,17 @@ class Gates:
         return (i ^ j) >= unit  # a power of two
 
 
+def row_sums(x: Float[Array, "C W"], dtype: jnp.dtype) -> Float[Array, "1 C"]:
+    """The sum of each row, along the lanes: a product with ones of x as two or three bf16 parts."""
+    parts = []
+    for _ in range(3 if dtype == jnp.float32 else 2):
+        parts.append(x.astype(jnp.bfloat16))
+        x -= parts[-1].astype(jnp.float32)
+    both = jnp.concatenate(parts, axis=1)
+    ones = jnp.ones((16, both.shape[1]), jnp.bfloat16)
+    return product(ones, both, NT, jnp.dtype(jnp.bfloat16))[:1]
+
+
 def positions() -> tuple[Array, Array]:
     """i and j of a [C, C] tile."""
     i = jax.lax.broadcasted_iota(jnp.int32, (TILE, TILE), 0)
@@ -223,15 +336,38 @@ def invert(strict_ref, inverse_ref, dtype: jnp.dtype) -> Iterator[None]:
     inverts. Every intermediate is a block of the exact inverse, so bf16 products keep their
     relative accuracy for any keys.
     """
-    i, j = positions()
-    differing = i ^ j  # its highest bit is the level at which rows i and j meet
-    first = jnp.where(differing == 1, -strict_ref[...], 0)
-    inverse_ref[...] = jnp.where(i == j, 1.0, first)
-    level = 1
-    while 1 << level < TILE:
-        below = jnp.where((differing >> level) == 1, strict_ref[...], 0)
-        half = product(inverse_ref[...], below, NN, dtype)
+    registers = (TILE // _ROWS, _ROWS, TILE)
+    n, i, j = (jax.lax.broadcasted_iota(jnp.int32, registers, axis) for axis in range(3))
+    near = jnp.where(j // _ROWS == n, strict_ref[...].reshape(registers), 0)
+    i, j = i[:1], j[:1]  # within a register; the same for all
+    differing = i ^ (j % _ROWS)  # its highest bit is the level at which rows i and j meet
+
+    def below(size: int) -> Array:
+        meet = (differing >= size) & (differing < 2 * size)
+        return jnp.where(meet, near, 0).reshape(TILE, TILE)
+
+    identity = jnp.where(j == n * _ROWS + i, 1.0, 0.0).reshape(TILE, TILE)
+    inverse_ref[...] = identity - below(1)
+    size = 2
+    while size < _ROWS:
+        half = product(inverse_ref[...], below(size), NN, dtype)
         yield
         inverse_ref[...] -= product(half, inverse_ref[...], NN, dtype)
         yield
-        level += 1
+        size *= 2
+    lane = jax.lax.broadcasted_iota(jnp.int32, (1, TILE), 1)
+    while size < TILE:  # whole registers: only the rows that change
+        starts = range(size, TILE, 2 * size)
+        coupling = []
+        for start in starts:
+            left = jnp.broadcast_to((lane >= start - size) & (lane < start), (size, TILE))
+            block = jnp.where(left, strict_ref[start : start + size], 0)
+            coupling += [jnp.zeros((size, TILE), dtype), block.astype(dtype)]
+        rows = jnp.concatenate([inverse_ref[start : start + size] for start in starts], axis=0)
+        half = product(rows, jnp.concatenate(coupling, axis=0), NN, dtype)
+        yield
+        corners = product(half, inverse_ref[...], NN, dtype)
+        for n, start in enumerate(starts):
+            inverse_ref[start : start + size] -= corners[n * size : (n + 1) * size]
+        yield
+        size *= 2

@@ -16,11 +16,15 @@ LB: loop body
    0x1 LB: > { %s1 = sadd.s32 1, %s0 /* spans
 two lines */ }
    0x2   :  {} /* an empty bundle carries no nesting */
-   0x3 LB: >> { %s2 = sadd.s32 1, %s3 ;; %p1 = scmp.ge.s32.totalorder (%p0), %s2, 5 /* loop exit test */ }
-   0x4   : >> { %v1 = vadd.f32 %v0, %v0 }
-   0x5 LB: >>> { %p4 = scmp.ge.s32.totalorder %s2, %s9 /* loop exit test */ }
-   0x6 PF: > { %p2 = scmp.ge.s32.totalorder %s1, 10 /* loop exit test */ }
-   0x7   :  { %s4 = smov 1 }
+   0x3 LB: >> { %s2 = sadd.s32 1, %s3 ;; %p1_p0 = scmp.ge.s32.totalorder %s2, 5 /* loop exit test */ }
+   0x4   : > { %s8 = smov (%p1_p0), 3 }
+   0x5   : >> { %9 = sbr.rel (!%p1_p0) target = $region1 }
+   0x6   : >> { %v1 = vadd.f32 %v0, %v0 }
+   0x7 LB: >> { %p4_p2 = scmp.ge.s32.totalorder (%p2_p3), %s2, %s9 /* loop exit test */ }
+   0x8   : >> { %10 = sbr.rel (!%p4_p2) target = $region2 }
+   0x9 PF: > { %p2_p1 = scmp.ge.s32.totalorder %s1, 10 /* loop exit test */ }
+   0xa   : > { %11 = sbr.rel (!%p2_p1) target = $region3 }
+   0xb   :  { %s4 = smov 1 }
 """  # noqa: E501
 
 SMALL_KERNEL = """
@@ -50,13 +54,13 @@ print(json.dumps([kernel.name, kernel.steps, kernel.bundles, kernel.loops, kerne
 
 def test_loops_are_read_with_their_trips():
     owners, loops = read_loops(PROGRAM)
-    assert loops == [Loop(1, 10, 3), Loop(2, 5, 2), Loop(3, None, 1)]
-    assert owners == [-1, 0, 0, 1, 1, 2, 0, -1]
+    assert loops == [Loop(1, 10, 4), Loop(2, 5, 4), Loop(2, None, 2)]
+    assert owners == [-1, 0, 0, 1, 1, 1, 1, 2, 2, 0, 0, -1]
 
 
 def test_bundles_of_a_step_are_weighted_by_the_trips_of_the_loops_inside():
     owners, loops = read_loops(PROGRAM)
-    np.testing.assert_array_equal(weights(owners, loops), [0, 1, 1, 5, 5, 5, 1, 0])
+    np.testing.assert_array_equal(weights(owners, loops), [0, 1, 1, 5, 5, 5, 5, 1, 1, 1, 1, 0])
     np.testing.assert_array_equal(weights([-1, -1], []), [1, 1])  # a kernel without a grid
 
 
