@@ -28,7 +28,12 @@ import jax.numpy as jnp
 
 from pallas_kernels import dispatch
 
-OPS = ("gated_delta_rule", "gated_linear_attention", "simple_linear_attention")
+OPS = (
+    "gated_delta_rule",
+    "gated_linear_attention",
+    "simple_linear_attention",
+    "block_sparse_attention",
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

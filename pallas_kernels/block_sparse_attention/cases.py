@@ -7,12 +7,21 @@ Tags: `ci` is small enough for two CPU cores; `bench` are long rows and publishe
 import dataclasses
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.array_types import Array
+from pallas_kernels.block_sparse_attention.api import Problem
 from pallas_kernels.block_sparse_attention.block_mask import BlockMask
 from pallas_kernels.blocks import cdiv
+from pallas_kernels.work import Work
+
+
+def accepted(dtype: str) -> dict[str, float]:
+    """The largest rms(out - ref) / rms(ref) of each output and gradient, by dtype of q, k and v."""
+    names = ("o", "lse", "dq", "dk", "dv", "dblock_bias")
+    return dict.fromkeys(names, {"float64": 1e-10, "float32": 1e-5}.get(dtype, 5e-3))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -44,6 +53,73 @@ class Case:
     window: int | None = None
     softcap: float | None = None
 
+    @property
+    def shape(self) -> str:
+        return "x".join(str(getattr(self, size)) for size in ("B", "T", "H", "G", "K", "V"))
+
+    @property
+    def options(self) -> dict:
+        """Keyword arguments of the op that are not arrays."""
+        return {"window": self.window, "softcap": self.softcap}
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        return ("o", "lse")
+
+    def problem(self, dtype: str) -> Problem:
+        """What the implementations' `unsupported` looks at."""
+        arguments, fixed, _ = jax.eval_shape(lambda key: self.draw(key, dtype), jax.random.key(0))
+        return Problem(
+            *(arguments[name] for name in "qkv"),
+            mask=fixed["mask"],
+            block_bias=self.block_bias,
+            q_offset=self.q_offset is not None,
+            segment_ids=bool(self.documents),
+            window=self.window,
+            softcap=self.softcap,
+        )
+
+    def work(self, dtype: str, backward: bool) -> Work:
+        """2 (K + V) operations a visible pair, 3.5 times that with gradients; whole causal rows."""
+        if self.T != self.S or self.T % self.block_size or self.documents or self.window:
+            raise ValueError(f"{self.name}: only pairs of whole rows and blocks are counted")
+        arguments, _, outputs = jax.eval_shape(lambda key: self.draw(key, dtype), jax.random.key(0))
+        given, produced = (
+            sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+            for tree in (arguments, outputs)
+        )
+        b = self.block_size
+        kept = np.tril(self._kept(np.random.default_rng(0)))
+        own = np.trace(kept, axis1=-2, axis2=-1).sum()
+        pairs = ((kept.sum() - own) * b * b + own * b * (b + 1) / 2) * self.H / kept.shape[1]
+        return Work(
+            units=pairs / 128**2,
+            unit="128 x 128 visible pairs",
+            flops=(3.5 if backward else 1) * 2.0 * (self.K + self.V) * pairs,
+            bytes=3 * given + 2 * produced if backward else given + produced,
+        )
+
+    def _kept(self, rng: np.random.Generator) -> np.ndarray:
+        """[B, heads or rows, N, N]: the pairs of blocks that `_mask` shows, causality aside."""
+        N = cdiv(self.S, self.block_size)
+        key, query = np.arange(N), np.arange(N)[:, None]
+        causal = np.ones((N, N), bool)
+        streaming = (key < 1) | (query - key < self.local_blocks)
+        if self.mask in ("causal", "streaming", "mixed"):
+            kinds = {"causal": [causal], "streaming": [streaming], "mixed": [causal, streaming]}
+            return np.broadcast_to(
+                np.stack(kinds[self.mask]), (self.B, len(kinds[self.mask]), N, N)
+            )
+        own = np.eye(N, dtype=bool)
+        selected = rng.random((self.B, self.rows, N)) < self.density
+        if self.mask == "chunks":
+            return selected[:, :, None] | own
+        return (rng.random((self.B, self.rows, N, N)) < self.density) | own
+
+    def times(self, factor: int) -> "Case":
+        """The case with `factor` times as many queries and keys."""
+        return dataclasses.replace(self, T=factor * self.T, S=factor * self.S)
+
     def cut(self, tokens: int) -> "Case":
         """One row of the case's first `tokens` queries, with as many keys fewer."""
         T = min(self.T, tokens)
@@ -56,14 +132,19 @@ class Case:
         )
 
     def draw(self, key: Array, dtype) -> tuple[dict[str, Array], dict, tuple[Array, Array]]:
-        """Differentiable arguments, the other arguments, and cotangents of (o, lse)."""
+        """Differentiable arguments, the other arrays, and cotangents of (o, lse).
+
+        Under tracing (`jax.eval_shape`) only the shapes are meant.
+        """
         B, T, S, H, G, K, V = self.B, self.T, self.S, self.H, self.G, self.K, self.V
         accumulator = jnp.promote_types(dtype, jnp.float32)
         # NumPy draws, because a compilation for every shape costs seconds on a CPU
-        rng = np.random.default_rng(np.asarray(jax.random.key_data(key)))
+        traced = isinstance(key, jax.core.Tracer)
+        rng = np.random.default_rng(0 if traced else np.asarray(jax.random.key_data(key)))
 
         def normal(*shape, dtype=dtype):
-            return jnp.asarray(rng.standard_normal(shape), dtype)
+            drawn = jnp.zeros(shape) if traced else rng.standard_normal(shape, np.float32)
+            return jnp.asarray(drawn, dtype)
 
         arguments = {
             "q": normal(B, T, H, K),
@@ -71,7 +152,7 @@ class Case:
             "v": normal(B, S, G, V),
         }
         cotangents = (normal(B, T, H, V), normal(B, H, T, dtype=accumulator))
-        fixed: dict = {"mask": self._mask(rng), "window": self.window, "softcap": self.softcap}
+        fixed: dict = {"mask": self._mask(rng)}
         if self.block_bias:
             chunks = cdiv(S, self.block_size)
             arguments["block_bias"] = normal(B, self.rows, chunks, dtype=accumulator)

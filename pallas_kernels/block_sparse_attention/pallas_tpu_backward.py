@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
@@ -35,9 +34,7 @@ from pallas_kernels.block_sparse_attention.pallas_tpu_tiles import (
     masked,
     queries,
     scalars,
-    sees_all,
     stream,
-    unmasked,
     visited,
 )
 
@@ -112,7 +109,7 @@ def query_gradient(setup: Setup, mask: ByQuery, rows: Rows, k: Array, v: Array) 
 def _dkv_kernel(
     setup: Setup, mask: ByKey, rows: Rows, k: Ref, v: Ref, dk: Ref, dv: Ref, dbias: Ref, *scratch
 ):
-    dk_sum, dv_sum, dbias_sum, q_buffer, do_buffer, stats_buffer, semaphores, *ids = scratch
+    dk_sum, dv_sum, dbias_sum, semaphores, q_buffer, do_buffer, stats_buffer, *ids = scratch
     b, g, n, member = (pl.program_id(axis) for axis in range(4))
     h = g * pl.num_programs(3) + member
     keys, values, tile = k[0, 0], v[0, 0], setup.tiling.query
@@ -145,13 +142,7 @@ def _dkv_kernel(
         place = queries(setup, mask.offset[0, 0, 0], i, leaf, query_ids)
         far = mask.far[0, 0, leaf, n]
         logits, slope = logits_and_slope(setup, keys, q)
-        logits = lax.cond(
-            sees_all(setup, place, start, far, bias is not None),
-            lambda x: unmasked(place, x, bias),
-            lambda x: masked(place, x, start, far, bias, key_ids),
-            logits,
-        )
-        p = jnp.exp(logits - lse)
+        p = jnp.exp(masked(place, logits, start, far, bias, key_ids) - lse)
         dv_sum[...] += dot(p.astype(do.dtype), do, (1, 0))
         da = p * (dot(values, do, (1, 1)) + shift)
         if bias is not None:
@@ -170,7 +161,8 @@ def _dkv_kernel(
 
         return carry
 
-    stream(count, per_step, copies, semaphores, step, 0)
+    buffers = [q_buffer, do_buffer, stats_buffer, *ids]
+    stream(count, per_step, copies, buffers, semaphores, step, 0)
     dbias[0, 0, 0] = dbias_sum[...]
 
     @pl.when(member == pl.num_programs(3) - 1)
@@ -224,10 +216,10 @@ def key_gradients(
             ],
             scratch_shapes=[
                 *(VMEM(x, jnp.float32) for x in ((key, K), (key, V), (1, query))),
+                pltpu.SemaphoreType.DMA((2,)),
                 VMEM((2, per_step, query, K), rows.q.dtype),
                 VMEM((2, per_step, query, V), rows.do.dtype),
                 VMEM((2, per_step, 2, query), jnp.float32),
-                pltpu.SemaphoreType.DMA((2,)),
                 *([] if mask.query_ids is None else [VMEM((2, per_step, 1, query), jnp.int32)]),
             ],
             compiler_params=pltpu.CompilerParams(

@@ -22,9 +22,7 @@ from pallas_kernels.block_sparse_attention.pallas_tpu_tiles import (
     masked,
     queries,
     scalars,
-    sees_all,
     stream,
-    unmasked,
     visited,
 )
 
@@ -65,14 +63,14 @@ def specs(mask: ByQuery) -> ByQuery:
 
 
 def key_buffers(setup: Setup, mask: ByQuery, k: Array, v: Array) -> list:
-    """Two slots of key tiles, of values and of ids, and their semaphores."""
+    """Semaphores, and two slots of key tiles, of values and of ids."""
     tile, N = setup.tiling.key, mask.far.shape[3]
     per_step = setup.per_step(tile, N)
     ids = [] if mask.key_ids is None else [VMEM((2, per_step, 1, tile), jnp.int32)]
     return [
+        pltpu.SemaphoreType.DMA((2,)),
         VMEM((2, per_step * tile, k.shape[3]), k.dtype),
         VMEM((2, per_step * tile, v.shape[3]), v.dtype),
-        pltpu.SemaphoreType.DMA((2,)),
         *ids,
     ]
 
@@ -84,7 +82,7 @@ def attend_over_keys(
 
     The logits are -inf where a pair is hidden.
     """
-    keys, values, semaphores, *ids = buffers
+    semaphores, keys, values, *ids = buffers
     b, h, i = (pl.program_id(axis) for axis in range(3))
     g = h * k.shape[1] // pl.num_programs(1)
     tile, N = setup.tiling.key, mask.far.shape[3]
@@ -104,33 +102,19 @@ def attend_over_keys(
 
     def step(step, slot, carry):
         logits, slope = logits_and_slope(setup, keys[slot], q)
-        complete, starts, fars, biases = jnp.ones((), bool), [], [], []
+        parts = []
         for t in range(per_step):
             entry = step * per_step + t
             _, n = visited(mask.rows, mask.listed, entry, N)
-            present = entry < count
             # a tile that is not there hides all its keys
-            starts.append(jnp.where(present, n * tile, setup.S))
-            fars.append(mask.far[0, 0, leaf, n])
+            start = jnp.where(entry < count, n * tile, setup.S)
             bias = None if mask.bias is None else mask.bias[0, 0, 0, n]
-            biases.append(bias)
-            complete &= present & sees_all(setup, place, n * tile, fars[t], bias is not None)
+            key_ids = column(ids[0][slot, t]) if ids else None
+            part = logits[t * tile : (t + 1) * tile]
+            parts.append(masked(place, part, start, mask.far[0, 0, leaf, n], bias, key_ids))
+        return compute(jnp.concatenate(parts), slope, keys[slot], values[slot], carry)
 
-        def each(change, logits, *columns):
-            parts = [logits[t * tile : (t + 1) * tile] for t in range(per_step)]
-            return jnp.concatenate(list(map(change, parts, *columns)))
-
-        def whole(logits):
-            return each(functools.partial(unmasked, place), logits, biases)
-
-        def partly(logits):
-            key_ids = [column(ids[0][slot, t]) if ids else None for t in range(per_step)]
-            return each(functools.partial(masked, place), logits, starts, fars, biases, key_ids)
-
-        logits = jax.lax.cond(complete, whole, partly, logits)
-        return compute(logits, slope, keys[slot], values[slot], carry)
-
-    return stream(count, per_step, copies, semaphores, step, carry)
+    return stream(count, per_step, copies, [keys, values, *ids], semaphores, step, carry)
 
 
 def _kernel(

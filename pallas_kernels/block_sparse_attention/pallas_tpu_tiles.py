@@ -5,7 +5,7 @@ then a row of lanes, sums over keys add whole registers, and a tile of 64 keys w
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -40,61 +40,33 @@ class Setup(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """A tile of queries: rows of lanes, and their bounds as scalars."""
+    """What decides which keys a tile of queries sees: rows of lanes."""
 
     lower: Int[Array, "1 q"]  # the window
     upper: Int[Array, "1 q"]
     near: Int[Array, "1 q"]
     ids: Int[Array, "1 q"] | None
     biased: Bool[Array, ""]
-    lowest: Int[Array, ""]  # positions
-    highest: Int[Array, ""]
-    near_lowest: Int[Array, ""]
-    near_highest: Int[Array, ""]
 
 
 def queries(setup: Setup, offset, tile, leaf, ids: Int[Array, "1 q"] | None) -> Queries:
     """The tile `tile`, ruled by leaf `leaf` of the mask."""
     size = setup.tiling.query
-    lowest = offset + tile * size
-    highest = lowest + size - 1
-    position = lowest + lax.broadcasted_iota(jnp.int32, (1, size), 1)
-
-    def near(position):
-        start = jnp.full_like(position, NEVER)
-        for f, rule in enumerate(setup.near):
-            if rule.size:
-                start = jnp.where(leaf == f, rule.start(position), start)
-        return start
-
-    biased = jnp.zeros((), bool)
+    position = offset + tile * size + lax.broadcasted_iota(jnp.int32, (1, size), 1)
+    near, biased = jnp.full_like(position, NEVER), jnp.zeros((), bool)
     for f, rule in enumerate(setup.near):
+        if rule.size:
+            near = jnp.where(leaf == f, rule.start(position), near)
         if rule.biased:
             biased |= leaf == f
     upper = jnp.minimum(position, setup.S - 1)
     return Queries(
         lower=jnp.zeros_like(position) if setup.window is None else position - setup.window + 1,
         upper=upper if ids is None else jnp.where(ids < 0, -1, upper),
-        near=near(position),
+        near=near,
         ids=ids,
         biased=biased,
-        lowest=lowest,
-        highest=highest,
-        near_lowest=near(lowest),
-        near_highest=near(highest),
     )
-
-
-def sees_all(setup: Setup, queries: Queries, start, far, bias: bool) -> Bool[Array, ""]:
-    """Whether every pair with the key tile at `start` is visible, all biased or none."""
-    end = start + setup.tiling.key
-    complete = end - 1 <= jnp.minimum(queries.lowest, setup.S - 1)
-    complete &= start >= jnp.minimum(queries.near_highest, far)
-    if setup.window is not None:
-        complete &= start > queries.highest - setup.window
-    if bias:
-        complete &= ~queries.biased | (end <= queries.near_lowest)
-    return complete if queries.ids is None else jnp.zeros((), bool)
 
 
 def carries_bias(queries: Queries, start, shape: tuple[int, ...]) -> Bool[Array, "s q"]:
@@ -103,15 +75,10 @@ def carries_bias(queries: Queries, start, shape: tuple[int, ...]) -> Bool[Array,
     return (key < queries.near) & queries.biased
 
 
-def unmasked(queries: Queries, logits: Float[Array, "s q"], bias) -> Float[Array, "s q"]:
-    """The logits of a key tile that `sees_all`, with its bias."""
-    return logits if bias is None else logits + jnp.where(queries.biased, bias, 0)
-
-
 def masked(
     queries: Queries, logits: Float[Array, "s q"], start, far, bias, key_ids
 ) -> Float[Array, "s q"]:
-    """The logits of any key tile, with its bias; -inf where a pair is hidden."""
+    """The logits of the key tile at `start` with its bias, -inf where a pair is hidden."""
     key = start + lax.broadcasted_iota(jnp.int32, logits.shape, 0)
     if bias is not None:
         logits += jnp.where(carries_bias(queries, start, logits.shape), bias, 0)
@@ -178,38 +145,22 @@ def stream(
     count: Int[Array, ""],
     per_step: int,
     copies: Callable[[Any, Any, int], Iterator[Copy]],
+    buffers: Sequence[Ref],
     semaphores: Ref,
     compute: Callable[[Any, Any, Any], Any],
     carry: Any,
 ) -> Any:
     """compute(step, slot, carry) over `count` entries, `per_step` at a time.
 
-    `copies(entry, slot, t)` brings an entry to place t of a slot; the next step's run during the
-    computation. Places without an entry are filled with zeros.
+    `copies(entry, slot, t)` brings an entry to place t of a slot of `buffers`, which they fill; the
+    next step's run during the computation. The last step repeats its last entry.
     """
 
     def begin(step, slot):
         for t in range(per_step):
-            entry = step * per_step + t
-
-            @pl.when(entry < count)
-            def _(entry=entry, t=t):
-                for source, target in copies(entry, slot, t):
-                    pltpu.make_async_copy(source, target, semaphores.at[slot]).start()
-
-            @pl.when(entry >= count)
-            def _(entry=entry, t=t):
-                for _, target in copies(entry, slot, t):
-                    target[...] = jnp.zeros(target.shape, target.dtype)
-
-    def finish(step, slot):
-        for t in range(per_step):
-            entry = step * per_step + t
-
-            @pl.when(entry < count)
-            def _(entry=entry, t=t):
-                for source, target in copies(entry, slot, t):
-                    pltpu.make_async_copy(source, target, semaphores.at[slot]).wait()
+            entry = jnp.minimum(step * per_step + t, count - 1)
+            for source, target in copies(entry, slot, t):
+                pltpu.make_async_copy(source, target, semaphores.at[slot]).start()
 
     steps = (count + per_step - 1) // per_step
 
@@ -224,7 +175,8 @@ def stream(
         def _():
             begin(step + 1, 1 - slot)
 
-        finish(step, slot)
+        for buffer in buffers:  # a semaphore counts bytes: one wait for all copies to a slot
+            pltpu.make_async_copy(buffer.at[slot], buffer.at[slot], semaphores.at[slot]).wait()
         return compute(step, slot, carry)
 
     return lax.fori_loop(0, steps, body, carry)

@@ -29,6 +29,7 @@ from pallas_kernels.blocks import cdiv, pad_to_multiple, split_chunks
 
 NEVER = 2**30  # a position after every key
 LARGEST_TILE = 128
+LARGEST_FREE_TILE = 256  # of queries, where no array of the mask has a query axis
 
 
 class Tiling(NamedTuple):
@@ -73,8 +74,9 @@ class Facts(NamedTuple):
 
 
 def tiling(mask: BlockMask, T: int) -> Tiling:
-    """The largest tiles that the mask's blocks are whole multiples of, up to 128 tokens."""
-    query = math.gcd(LARGEST_TILE, *_query_blocks(mask))
+    """The largest tiles that the mask's blocks are whole multiples of."""
+    blocks = _query_blocks(mask)
+    query = math.gcd(LARGEST_TILE, *blocks) if blocks else LARGEST_FREE_TILE
     return Tiling(min(query, cdiv(T, 16) * 16), math.gcd(LARGEST_TILE, *mask.block_sizes()))
 
 

@@ -8,6 +8,7 @@ import numpy as np
 from quick_compile import QUICK_COMPILE
 
 from pallas_kernels import block_sparse_attention
+from pallas_kernels.block_sparse_attention.cases import Case
 
 OPTIONS = ("window", "softcap", "scale")  # Python numbers; everything else is traced
 
@@ -15,6 +16,12 @@ OPTIONS = ("window", "softcap", "scale")  # Python numbers; everything else is t
 def _split_options(fixed: dict) -> tuple[dict, dict]:
     options = {name: fixed[name] for name in OPTIONS if name in fixed}
     return options, {name: x for name, x in fixed.items() if name not in OPTIONS}
+
+
+def drawn(case: Case, dtype) -> tuple[dict, dict, tuple]:
+    """Differentiable arguments, all the others, and cotangents of (o, lse)."""
+    arguments, arrays, cotangents = case.draw(jax.random.key(0), jnp.dtype(dtype))
+    return arguments, arrays | case.options, cotangents
 
 
 def attend(implementation: str, arguments: dict, **fixed):

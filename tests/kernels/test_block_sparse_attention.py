@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from closeness import assert_close
 from kernels import attention_oracle
-from kernels.attention_calls import outputs_and_gradients
+from kernels.attention_calls import drawn, outputs_and_gradients
 
 from pallas_kernels import BlockMask, block_sparse_attention
 from pallas_kernels.block_sparse_attention import xla
@@ -26,14 +26,14 @@ def solved(implementation: str, name: str, dtype: str) -> dict:
             patch.setattr(xla, "QUERY_BLOCK", 7)
             patch.setattr(xla, "SPAN_TOKENS", 20)
             patch.setattr(xla, "MAX_SPANS", 2)
-        problem = BY_NAME[name].draw(jax.random.key(0), jnp.dtype(dtype))
+        problem = drawn(BY_NAME[name], dtype)
         return outputs_and_gradients(implementation, *problem)
 
 
 @functools.cache
 def oracle(name: str):
     with jax.enable_x64(True):
-        arguments, fixed, _ = BY_NAME[name].draw(jax.random.key(0), jnp.float64)
+        arguments, fixed, _ = drawn(BY_NAME[name], jnp.float64)
         everything = arguments | fixed
         return attention_oracle.attention(everything, *attention_oracle.pairs(everything))
 
@@ -49,7 +49,7 @@ def test_outputs_are_those_of_the_contract_pair_by_pair(name, implementation):
 
 @pytest.mark.parametrize("name", ["causal", "chunks-capped-offset", "everything"])
 def test_gradients_are_the_slopes_of_the_contract(float64, name):
-    arguments, fixed, (do, dlse) = BY_NAME[name].draw(jax.random.key(0), jnp.float64)
+    arguments, fixed, (do, dlse) = drawn(BY_NAME[name], jnp.float64)
     visible, biased = attention_oracle.pairs(arguments | fixed)
     seen = visible.any(-1)
 
@@ -93,6 +93,6 @@ def test_a_long_row_never_holds_all_its_scores():
 
 
 def test_the_backward_pass_is_deterministic():
-    problem = BY_NAME["chunks"].draw(jax.random.key(0), jnp.float32)
+    problem = drawn(BY_NAME["chunks"], jnp.float32)
     first, second = (outputs_and_gradients("xla", *problem) for _ in range(2))
     assert all(np.array_equal(first[name], second[name]) for name in first)

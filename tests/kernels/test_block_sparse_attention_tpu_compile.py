@@ -50,12 +50,11 @@ slow = pytest.mark.slow
 def compiled(case: Case, chip: str, dtype=jnp.bfloat16, transform=lambda f: f) -> str:
     """Text of the compiled forward and backward pass."""
     arguments, fixed, cotangents = case.draw(jax.random.key(0), dtype)
-    options = {name: fixed.pop(name) for name in ("window", "softcap")}
 
     def run(arguments, fixed, cotangents):
         @transform
         def attend(arguments):
-            return block_sparse_attention(**arguments, **fixed, **options)
+            return block_sparse_attention(**arguments, **fixed, **case.options)
 
         outputs, vjp = jax.vjp(attend, arguments)
         return outputs, vjp(cotangents)
