@@ -38,6 +38,7 @@ def oracle(name: str):
         return attention_oracle.attention(everything, *attention_oracle.pairs(everything))
 
 
+@pytest.mark.covers("block_sparse_attention", "{implementation}", "forward")
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
 @pytest.mark.parametrize("name", CASES)
 def test_outputs_are_those_of_the_contract_pair_by_pair(name, implementation):
@@ -47,6 +48,7 @@ def test_outputs_are_those_of_the_contract_pair_by_pair(name, implementation):
     assert_close(found["lse"], lse, 1e-10, "lse")
 
 
+@pytest.mark.covers("block_sparse_attention", "reference", "backward")
 @pytest.mark.parametrize("name", ["causal", "chunks-capped-offset", "everything"])
 def test_gradients_are_the_slopes_of_the_contract(float64, name):
     arguments, fixed, (do, dlse) = drawn(BY_NAME[name], jnp.float64)
@@ -66,6 +68,7 @@ def test_gradients_are_the_slopes_of_the_contract(float64, name):
         assert_close(slope, (ahead - behind) / 2, 1e-7, f"d{argument}")
 
 
+@pytest.mark.covers("block_sparse_attention", "xla")
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [(name, "float64") for name in CASES]

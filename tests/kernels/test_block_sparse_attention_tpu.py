@@ -85,6 +85,7 @@ def problems():
     yield pytest.param("chunks", "bfloat16", 5e-3, id="bf16", marks=pytest.mark.slow)
 
 
+@pytest.mark.covers("block_sparse_attention", "pallas_tpu", how="interpreted")
 @pytest.mark.parametrize(("name", "dtype", "ratio"), list(problems()))
 def test_outputs_and_gradients_are_those_of_the_reference(name, dtype, ratio):
     problem = drawn(CASES[name], dtype)

@@ -66,6 +66,7 @@ def calls(text: str, kernel: str) -> int:
     return sum("custom-call(" in line and f"{kernel}" in line for line in text.splitlines())
 
 
+@pytest.mark.covers("block_sparse_attention", "pallas_tpu", how="compiled", where="{chip}")
 @pytest.mark.parametrize("chip", CHIPS)
 def test_everything_at_once_compiles_and_is_one_launch_each_way(chip):
     text = compiled(EVERYTHING, chip)

@@ -53,6 +53,7 @@ BLOCKS = -(-T // PAGE)
 LAST = np.array([[43], [43]])
 
 
+@pytest.mark.covers("decode_attention", "xla", "forward")
 @pytest.mark.parametrize("positions", [LAST, [[0], [17]], [[40, 41, 43], [8, 9, 12]]])
 def test_a_full_head_sees_all_earlier_tokens(positions):
     check(np.ones((B, G, BLOCKS), bool), BlockMask.causal(), positions)
