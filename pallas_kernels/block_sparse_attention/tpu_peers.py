@@ -20,7 +20,7 @@ class Splash:
         blocks = splash_attention_kernel.BlockSizes(
             block_q=512, block_kv=512, block_q_dkv=512, block_kv_dkv=512, use_fused_bwd_kernel=True
         )
-        kernel = splash_attention_kernel.make_splash_mha(
+        kernel: Any = splash_attention_kernel.make_splash_mha(
             splash_attention_mask.MultiHeadMask([mask] * case.H),
             block_sizes=blocks,
             head_shards=1,
@@ -30,7 +30,8 @@ class Splash:
         def forward(arguments, arrays):
             del arrays
             q, k, v = (arguments[name].swapaxes(1, 2) for name in "qkv")
-            return jax.vmap(kernel)(case.K**-0.5 * q, k, v).swapaxes(1, 2)
+            o: Any = jax.vmap(kernel)(case.K**-0.5 * q, k, v)
+            return o.swapaxes(1, 2)
 
         def forward_backward(arguments, arrays, cotangents):
             o, pullback = jax.vjp(lambda a: forward(a, arrays), arguments)
