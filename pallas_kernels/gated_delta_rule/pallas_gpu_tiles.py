@@ -5,11 +5,13 @@ Notation is the package's: C tokens of a tile, K and V head widths, N tiles of a
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.array_types import Array, Float, Int
+from pallas_kernels.pallas_gpu_hopper import READ_ONLY_SMEM as READ_ONLY_SMEM
+from pallas_kernels.pallas_gpu_hopper import WGMMA, over_columns, over_rows
+from pallas_kernels.pallas_gpu_hopper import product as product
+from pallas_kernels.pallas_gpu_hopper import swizzled as swizzled
 
 TILE = 64  # tokens of a kernel tile: the M of one wgmma instruction
 LOG2E = 1.4426950408889634
@@ -17,65 +19,16 @@ LOG2E = 1.4426950408889634
 # Rows of the packed gates, one fp32 vector over the tokens of a tile each.
 DECAY, BETA, CARRY_IN, CARRY_OUT, SEGMENT = range(5)
 
-WGMMA = plgpu.Layout.WGMMA
-
-_SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-
-
-def swizzled(*shape: int, dtype=jnp.bfloat16):
-    """Shared memory that wgmma and the bulk copy engine read without bank conflicts."""
-    return plgpu.SMEM(shape, dtype, transforms=_SWIZZLED)
-
-
-# For kernels whose threads never read shared memory that threads of theirs wrote: all they read
-# was copied in, all they write is copied out or feeds a product, so barriers and fences suffice.
-READ_ONLY_SMEM = plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True)
-
-
-def product(interpret: bool, a, b, acc=None, meanwhile=None):
-    """acc + a @ b in fp32; a in registers or shared memory, b in shared memory.
-
-    With `meanwhile`, a function run while the product is in flight, also what it returns.
-    """
-    if interpret:  # the interpreter knows neither left operands in registers nor run_state
-        a = a if isinstance(a, jax.Array) else a[...]
-        out = jnp.dot(a, b[...], preferred_element_type=jnp.float32)
-        out = out if acc is None else acc + out
-        return out if meanwhile is None else (out, meanwhile())
-
-    if acc is None:
-
-        def compute(ref):
-            plgpu.wgmma(ref, a, b)
-            beside = None if meanwhile is None else meanwhile()
-            return ref[...], beside
-
-        out, beside = pl.run_scoped(compute, plgpu.ACC((a.shape[0], b.shape[1]), jnp.float32))
-    else:
-        assert meanwhile is None
-        out = pl.run_state(lambda ref: plgpu.wgmma(ref, a, b))(plgpu.ACC.init(acc))
-    # Nothing ties the result to the wait that precedes it: without this the compiler reads it
-    # early, and the assembler answers by running the matrix instructions one at a time.
-    out = lax.optimization_barrier(out)
-    return out if meanwhile is None else (out, beside)
-
 
 def rows(vector):
     """A shared-memory vector over the rows of a [C, C] tile: out_ij = vector_i."""
-    loaded = plgpu.load(vector, layout=plgpu.Layout.WGMMA.reduce(1))
-    return _over_tile(loaded, 0)
+    loaded = plgpu.load(vector, layout=WGMMA.reduce(1))
+    return over_rows(loaded, (TILE, TILE))
 
 
 def columns(vector):
     """A shared-memory vector over the columns of a [C, C] tile: out_ij = vector_j."""
-    # Loads that differ in nothing but layout are merged by the compiler, which then finds no
-    # layout for both: `optimized` keeps this one apart from `rows` and changes nothing else.
-    loaded = plgpu.load(vector, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
-    return _over_tile(loaded, 1)
-
-
-def _over_tile(vector, axis: int):
-    return plgpu.layout_cast(jax.lax.broadcast_in_dim(vector, (TILE, TILE), (axis,)), WGMMA)
+    return over_columns(vector, (TILE, TILE))
 
 
 def decay_tile(gates, segmented: bool, strict: bool):
