@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.array_types import Array, Float, Int
-from pallas_kernels.block_sparse_attention import pallas_tpu, reference, xla
+from pallas_kernels.block_sparse_attention import pallas_gpu, pallas_tpu, reference, xla
 from pallas_kernels.block_sparse_attention.block_mask import BlockMask, Chunks
 from pallas_kernels.dispatch import Candidate, Implementation, Table, resolve
 
@@ -191,4 +191,9 @@ IMPLEMENTATIONS: Table = {
     "reference": Candidate(reference.block_sparse_attention),
     "xla": Candidate(xla.block_sparse_attention),
     "pallas_tpu": Candidate(pallas_tpu.block_sparse_attention, pallas_tpu.unsupported),
+    "pallas_gpu": Candidate(
+        pallas_gpu.block_sparse_attention,
+        pallas_gpu.unsupported,
+        only_by_name="never run on a GPU yet",
+    ),
 }
