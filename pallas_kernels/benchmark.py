@@ -8,6 +8,9 @@ forward+backward medians, the worst closeness of outputs and of gradients to the
 and the compiled memory of forward+backward at T, 2T and 4T. An implementation that is not close
 enough is not timed.
 
+With `--peers` also the kernels of the op's `gpu_peers.py`, checked on what they compute, and with
+`--parts` the op's own kernels one by one, in every shape of its `gpu_parts.py`.
+
 Times are host clock over back-to-back calls of a compiled function, synchronised once per batch, so
 they include launch gaps; the median is over batches.
 """
@@ -15,6 +18,7 @@ they include launch gaps; the median is over batches.
 import argparse
 import dataclasses
 import importlib
+import importlib.util
 import json
 import platform
 import statistics
@@ -152,13 +156,72 @@ def measure(op, case, dtype, implementation, accepted, *, gate_tokens, memory) -
     )
 
 
+def rates(case, dtype: str, row: Row) -> Row:
+    """The row with TFLOP/s beside its times in the note, for cases that count their work."""
+    if row.forward_ms is None or not hasattr(case, "work"):
+        return row
+    times = ((row.forward_ms, False), (row.forward_backward_ms, True))
+    found = [
+        f"{case.work(dtype, backward).flops / ms / 1e9:.0f}"
+        for ms, backward in times
+        if ms is not None
+    ]
+    note = " ".join(filter(None, (f"{' / '.join(found)} TFLOP/s", row.note)))
+    return dataclasses.replace(row, note=note)
+
+
+def measure_peer(name: str, peers, case, dtype: str, gate_tokens: int) -> Row:
+    """The row of another package's kernel; closeness is that of o to the peer's own reference."""
+    row = Row(case.name, case.shape, dtype, name)
+    peer, reason = peers.PEERS[name](case)
+    if peer is None:
+        return dataclasses.replace(row, note=reason)
+    arguments, _, _ = case.cut(gate_tokens).draw(jax.random.key(1), dtype)
+    expected = peers.exact(arguments)
+    error = peer.forward(arguments).astype(jnp.float32) - expected
+    ratio = float(jnp.sqrt(jnp.mean(error**2) / jnp.mean(expected**2)))
+    row = dataclasses.replace(row, closeness_outputs=ratio)
+    if not ratio <= 1e-2:
+        return dataclasses.replace(row, note="not close to its reference")
+    arguments, _, (do, *_) = case.draw(jax.random.key(0), dtype)
+    backward = peer.forward_backward
+    if backward is not None:
+        backward = median_ms(lambda: peer.forward_backward(arguments, do))
+    return dataclasses.replace(
+        row,
+        forward_ms=median_ms(lambda: peer.forward(arguments)),
+        forward_backward_ms=backward,
+        note="computes every causal pair",
+    )
+
+
+def measure_parts(parts, case, dtype: str) -> list[Row]:
+    """A row for each kernel and shape; one that does not compile or run leaves its reason."""
+    rows = []
+    for label, call in parts.parts(case, dtype):
+        row = Row(case.name, case.shape, dtype, label)
+        try:
+            row = dataclasses.replace(row, forward_ms=median_ms(call))
+        except Exception as error:  # whatever it is, the other shapes are still to be timed
+            row = dataclasses.replace(row, note=str(error).splitlines()[0][:200])
+        rows.append(row)
+        print(_table_line(row), flush=True)
+    return rows
+
+
+def _optional(op: str, module: str) -> Any:
+    """A module of the op's package, None where it has none."""
+    name = f"pallas_kernels.{op}.{module}"
+    return importlib.import_module(name) if importlib.util.find_spec(name) else None
+
+
 def _table_line(row: Row) -> str:
     def number(x, form):
         return "-" if x is None else format(x, form)
 
     peaks = " ".join(f"{x / 2**20:.0f}" for x in row.peak_bytes or ())
     return (
-        f"{row.case:22} {row.shape:34} {row.dtype:9} {row.implementation:10} "
+        f"{row.case:22} {row.shape:34} {row.dtype:9} {row.implementation:20} "
         f"{number(row.closeness_outputs, '9.1e'):>9} {number(row.closeness_gradients, '9.1e'):>9} "
         f"{number(row.forward_ms, '9.3f'):>9} {number(row.forward_backward_ms, '9.3f'):>9} "
         f" {peaks or '-'}  {row.note}"
@@ -174,6 +237,8 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     parser.add_argument("--dtype", action="append", help="default: bfloat16")
     parser.add_argument("--gate-tokens", type=int, default=2048)
     parser.add_argument("--no-memory", action="store_true", help="skip compiling 2T and 4T")
+    parser.add_argument("--peers", action="store_true", help="time other packages' kernels too")
+    parser.add_argument("--parts", action="store_true", help="time our kernels one by one too")
     parser.add_argument("--json", help="write the rows and versions here")
     options = parser.parse_args(arguments)
 
@@ -195,6 +260,14 @@ def main(arguments: list[str] | None = None) -> list[Row]:
             parser.error(f"--case {sorted(unknown)}: choose from {[c.name for c in cases.CASES]}")
         chosen = [case for case in cases.CASES if case.name in options.case]
 
+    peers, parts = (
+        _optional(options.op, f"gpu_{name}") if given else None
+        for name, given in (("peers", options.peers), ("parts", options.parts))
+    )
+    for name, given, found in (("peers", options.peers, peers), ("parts", options.parts, parts)):
+        if given and found is None:
+            parser.error(f"--{name}: {options.op} has none")
+
     machine = {
         "device": target.device_kind,
         "jax": jax.__version__,
@@ -203,7 +276,7 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     }
     print(*(f"{name}: {value}" for name, value in machine.items()), sep="\n")
     print(
-        f"{'case':22} {'shape':34} {'dtype':9} {'runs':10} {'close o':>9} {'close d':>9} "
+        f"{'case':22} {'shape':34} {'dtype':9} {'runs':20} {'close o':>9} {'close d':>9} "
         f"{'fwd ms':>9} {'f+b ms':>9}  MiB at T 2T 4T"
     )
     rows = []
@@ -223,8 +296,14 @@ def main(arguments: list[str] | None = None) -> list[Row]:
                     )
                 else:
                     row = Row(case.name, case.shape, dtype, name, note=reason)
+                row = rates(case, dtype, row)
                 rows.append(row)
                 print(_table_line(row), flush=True)
+            for name in peers.PEERS if peers else ():
+                rows.append(measure_peer(name, peers, case, dtype, options.gate_tokens))
+                print(_table_line(rows[-1]), flush=True)
+            if parts:
+                rows += measure_parts(parts, case, dtype)
     if options.json:
         with open(options.json, "w") as file:
             json.dump(

@@ -1,10 +1,17 @@
 """The benchmark checks closeness before it times, and writes what it printed."""
 
+import functools
 import json
+import types
 
+import jax
+import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import benchmark, gated_delta_rule
+from pallas_kernels import BlockMask, benchmark, gated_delta_rule
+from pallas_kernels.block_sparse_attention import gpu_parts, gpu_peers
+from pallas_kernels.block_sparse_attention import pallas_gpu_plan as planning
+from pallas_kernels.block_sparse_attention.cases import Case
 from pallas_kernels.gated_delta_rule.cases import BY_NAME, accepted
 
 CASE = BY_NAME["one-token"]
@@ -38,3 +45,59 @@ def test_an_unknown_case_and_an_unwritable_file_are_named(tmp_path, capsys):
         with pytest.raises(SystemExit):
             benchmark.main(["--op", "gated_delta_rule", *wrong])
         assert wrong[0] in capsys.readouterr().err
+
+
+ATTENTION = Case("small", 1, 64, 64, 2, 2, 16, 16, 2, mask="blocks", block_size=16)
+
+
+def test_a_peer_is_checked_on_what_it_computes(monkeypatch):
+    dense = functools.partial(jax.nn.dot_product_attention, is_causal=True)
+    wrong = functools.partial(jax.nn.dot_product_attention, is_causal=False)
+    given = {
+        "dense": (gpu_peers.Dense(dense, True), None),
+        "wrong": (gpu_peers.Dense(wrong, True), None),
+    }
+    given["absent"] = (None, "takes K = V")
+    peers = {name: lambda case, found=found: found for name, found in given.items()}
+    monkeypatch.setattr(gpu_peers, "PEERS", peers)
+    rows = {x: benchmark.measure_peer(x, gpu_peers, ATTENTION, "bfloat16", 32) for x in peers}
+    assert rows["dense"].closeness_outputs <= 1e-2
+    assert rows["dense"].forward_backward_ms > 0
+    assert (rows["wrong"].forward_ms, rows["wrong"].note) == (None, "not close to its reference")
+    assert rows["absent"].note == "takes K = V"
+
+
+def test_a_part_that_fails_leaves_its_reason_and_the_others_are_timed():
+    def fails():
+        raise ValueError("too many registers")
+
+    parts = types.SimpleNamespace(
+        parts=lambda case, dtype: iter([("first", fails), ("second", lambda: jnp.ones(3))])
+    )
+    first, second = benchmark.measure_parts(parts, ATTENTION, "bfloat16")
+    assert (first.forward_ms, first.note) == (None, "too many registers")
+    assert second.forward_ms > 0
+
+
+def test_work_over_time_stands_beside_the_times():
+    row = benchmark.Row("small", "", "bfloat16", "xla", forward_ms=2e-3, forward_backward_ms=7e-3)
+    flops = ATTENTION.work("bfloat16", False).flops
+    note = benchmark.rates(ATTENTION, "bfloat16", row).note
+    assert note == f"{flops / 2e-3 / 1e9:.0f} / {3.5 * flops / 7e-3 / 1e9:.0f} TFLOP/s"
+
+
+def test_an_op_without_peers_or_parts_says_so(capsys):
+    for wanted in ("--peers", "--parts"):
+        with pytest.raises(SystemExit):
+            benchmark.main(["--op", "gated_delta_rule", wanted])
+        assert f"{wanted}: gated_delta_rule has none" in capsys.readouterr().err
+
+
+def test_every_variant_of_a_kernel_differs_from_the_default():
+    for block in (64, 128):
+        mask = BlockMask.streaming(1, 1, block)
+        for plan in planning.plans(mask, 128, 128, False):
+            found = dict(gpu_parts.variants(plan, gpu_parts._FORWARD))
+            assert found.pop("default") == plan
+            assert plan not in found.values()
+            assert len(found) >= 3
