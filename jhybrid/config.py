@@ -31,7 +31,7 @@ class SoftmaxBudget:
 
     fraction: float
     limit: Literal["at_most", "exactly"] = "at_most"  # at_most: b never rises above 0
-    rate: float = 0.1
+    rate: float = 0.3
 
     def __post_init__(self):
         require(
@@ -42,26 +42,27 @@ class SoftmaxBudget:
 
 @frozen
 class ChunkRoutedConfig:
-    """NAtS-L (arXiv 2602.03681): each chunk of tokens, per head, goes to softmax or to GDN."""
+    """NAtS-L (arXiv 2602.03681): each chunk of tokens, per head, goes to softmax or to a memory."""
 
-    num_heads: int  # GDN heads = routing heads
-    key_dim: int  # per GDN head
-    value_dim: int  # per GDN head
+    num_heads: int  # memory heads = routing heads
+    key_dim: int  # per memory head
+    value_dim: int  # per memory head
     num_softmax_heads: int  # a multiple of num_heads; they re-slice the same q, k, v
+    memory: Literal["gated_delta", "delta", "mamba2"] = "gated_delta"
     chunk_size: int = 64
     conv_width: int = 4
     rope_theta: float | None = None  # softmax branch only
-    qk_norm: bool = True  # softmax branch; the GDN branch always L2-normalises
+    qk_norm: bool = True  # softmax branch; the memory's are always L2-normalised
     fusion_weights: bool = True
     decay_softmax_chunks: bool = True
     sampler: Literal["argmax", "gumbel"] = "argmax"
-    gdn_counterfactual_grad: bool = False  # score gradient also where GDN was not chosen
+    gdn_counterfactual_grad: bool = False  # score gradient also where the memory was not chosen
     truncate_intra_softmax_grad: bool = False  # reproduces the authors' released backward
     softmax_bias: float = 0.0  # added to the scores of softmax; the lower, the less is kept
     softmax_budget: SoftmaxBudget | None = None
     # With a state only; the fraction of a row's chunks for which each head has room to keep keys
-    # and values. A softmax chunk that finds none goes to GDN: "linear" accepts that, "error" makes
-    # generation fail.
+    # and values. A softmax chunk that finds none goes to the memory: "linear" accepts that, "error"
+    # makes generation fail.
     kv_capacity: float = 1.0
     kv_overflow: Literal["error", "linear"] = "error"
 
@@ -92,13 +93,14 @@ class ChunkRoutedConfig:
         return self.num_heads * self.value_dim // self.num_softmax_heads
 
     def mixing_flops(self, length: int, softmax_fraction: float) -> float:
-        """6 H K V per token for the delta rule, and as for softmax attention
+        """6 H K V per token for a delta rule (4 without one), and as for softmax attention
         n = (C + 1) / 2 + softmax_fraction (T - C) / 2."""
         chunk = min(self.chunk_size, length)
         seen = (chunk + 1) / 2 + softmax_fraction * (length - chunk) / 2
         softmax_dims = self.softmax_key_dim + self.softmax_value_dim
-        delta = 6 * self.num_heads * self.key_dim * self.value_dim
-        return delta + 2 * self.num_softmax_heads * softmax_dims * seen
+        products = 4 if self.memory == "mamba2" else 6
+        memory = products * self.num_heads * self.key_dim * self.value_dim
+        return memory + 2 * self.num_softmax_heads * softmax_dims * seen
 
 
 MixerConfig = SoftmaxConfig | ChunkRoutedConfig | HeadRoutedConfig | RecurrentConfig

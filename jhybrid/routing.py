@@ -99,7 +99,7 @@ def block_bias(decision: Decision) -> Float[Array, "B N H"]:
     return decision.softmax * decision.slope[..., SOFTMAX]
 
 
-def write_mask(decision: Decision, *, counterfactual: bool) -> Float[Array, "B N H"]:
+def write_mask(decision: Decision, *, counterfactual: bool = False) -> Float[Array, "B N H"]:
     """The weight of each chunk's write into the state: 1 where the state was chosen, else 0.
 
     The gradient is that of the chosen chunks only, or, with `counterfactual`, of all of them: what

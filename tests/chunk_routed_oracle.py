@@ -20,8 +20,12 @@ def branches(p, config, x):
         padded = jnp.concatenate([jnp.zeros((width - 1, inputs.shape[1])), inputs])
         return jax.nn.silu(sum(taps[j] * padded[j : j + T] for j in range(width)))
 
-    rate = x @ p["inputs.a_proj.weight"] + p["inputs.dt_bias"]
-    g = -jnp.exp(p["inputs.A_log"]) * jnp.log1p(jnp.exp(rate))
+    g = jnp.zeros((T, config.num_heads))
+    if config.memory != "delta":
+        step = jnp.log1p(jnp.exp(x @ p["inputs.a_proj.weight"] + p["inputs.dt_bias"]))
+        g = -jnp.exp(p["inputs.A_log"]) * step
+    if config.memory == "mamba2":  # the step also weighs what is written
+        return stream("q"), stream("k"), stream("v"), g, step
     beta = 1 / (1 + jnp.exp(-x @ p["inputs.b_proj.weight"]))
     return stream("q"), stream("k"), stream("v"), g, beta
 
@@ -49,11 +53,13 @@ def memory_reads(config, q, k, v, g, beta, write, kept_decay, probe):
     def token(inside, inputs):
         q, k, v, g, beta = inputs
         inside = jnp.exp(g)[:, None, None] * inside
-        wrong = v - jnp.einsum("hk,hkv->hv", k, inside)
+        known = jnp.einsum("hk,hkv->hv", k, inside)
+        wrong = v if config.memory == "mamba2" else v - known
         inside = inside + jnp.einsum("hk,hv->hkv", k, beta[:, None] * wrong)
         return inside, jnp.einsum("hk,hkv->hv", q, inside)
 
-    tokens = (unit(q) * config.key_dim**-0.5, unit(k), v.reshape(T, H, -1), g, beta)
+    scale = 1 if config.memory == "mamba2" else config.key_dim**-0.5
+    tokens = (unit(q) * scale, unit(k), v.reshape(T, H, -1), g, beta)
     start = jnp.zeros((H, config.key_dim, config.value_dim))
     reads, changes = [], []
     for n, first in enumerate(range(0, T, C)):

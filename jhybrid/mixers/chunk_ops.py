@@ -8,16 +8,20 @@ import jax
 import jax.numpy as jnp
 
 from jhybrid.mixers import head_cache
-from pallas_kernels import BlockMask, block_sparse_attention, gated_delta_rule
+from jhybrid.mixers.chunk_memory import Writes
+from pallas_kernels import (
+    BlockMask,
+    block_sparse_attention,
+    gated_delta_rule,
+    simple_linear_attention,
+)
 from pallas_kernels.array_types import Array, Bool, Float, Int
 
 
-def delta(
+def remember(
     q: Float[Array, "B T H K"],
     k: Float[Array, "B T H K"],
-    v: Float[Array, "B T H V"],
-    g: Float[Array, "B T H"],
-    beta: Float[Array, "B T H"],
+    writes: Writes,
     write_mask: Float[Array, "B N H"] | None,
     softmax: Bool[Array, "B N H"] | None,
     memory: Float[Array, "B H K V"] | None,
@@ -27,41 +31,39 @@ def delta(
     decay_softmax_chunks: bool = True,
     **kernel,
 ) -> tuple[Float[Array, "B T H V"], Float[Array, "B H K V"]]:
-    """The delta rule whose chunks keep their write by `write_mask` (None: all of them).
+    """Reads and the new memory; chunks keep their write by `write_mask` (None: all of them).
 
     Chunks in `softmax` still decay the memory, unless `decay_softmax_chunks` is off.
     """
     if not (decay_softmax_chunks or softmax is None):
-        return _delta_without_decay(
-            q, k, v, g, beta, write_mask, softmax, memory, segment_ids, chunk_size, kernel
+        return _remember_without_decay(
+            q, k, writes, write_mask, softmax, memory, segment_ids, chunk_size, kernel
         )
-    return gated_delta_rule(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        initial_state=memory,
-        write_mask=write_mask,
-        segment_ids=segment_ids,
-        chunk_size=chunk_size,
-        **kernel,
-    )
+    kernel |= {"write_mask": write_mask, "segment_ids": segment_ids, "chunk_size": chunk_size}
+    return _recurrence(q, k, writes, memory, kernel)
 
 
-def _delta_without_decay(
-    q, k, v, g, beta, write_mask, softmax, memory, segment_ids, chunk_size, kernel
+def _recurrence(q, k, writes: Writes, memory, kernel):
+    """Mamba-2 reads without the delta rules' 1 / sqrt(K)."""
+    v, g, beta = writes
+    if beta is None:
+        return simple_linear_attention(q, k, v, g, initial_state=memory, scale=1.0, **kernel)
+    return gated_delta_rule(q, k, v, g, beta, initial_state=memory, **kernel)
+
+
+def _remember_without_decay(
+    q, k, writes: Writes, write_mask, softmax, memory, segment_ids, chunk_size, kernel
 ):
     """One chunk at a time: the op returns e^G S + m dS, a softmax chunk needs S + m dS.
 
     Documents start at chunk boundaries, so a reset is a chunk whose id differs from the token
     before it.
     """
-    B, T, H, V = v.shape
+    B, T, H, V = writes.v.shape
     N = softmax.shape[1]
     K = q.shape[-1]
     if memory is None:
-        memory = jnp.zeros((B, H, K, V), jnp.promote_types(v.dtype, jnp.float32))
+        memory = jnp.zeros((B, H, K, V), jnp.promote_types(q.dtype, jnp.float32))
     if segment_ids is None:
         segment_ids = jnp.zeros((B, T), jnp.int32)
 
@@ -75,24 +77,14 @@ def _delta_without_decay(
 
     @jax.checkpoint
     def step(memory, chunk):
-        (q, k, v, g, beta, ids), mask, softmax, fresh = chunk
+        (q, k, writes, ids), mask, softmax, fresh = chunk
         memory = jnp.where(fresh[:, None, None, None], 0, memory)
-        o, after = gated_delta_rule(
-            q,
-            k,
-            v,
-            g,
-            beta,
-            initial_state=memory,
-            write_mask=mask[:, None],
-            segment_ids=ids,
-            chunk_size=chunk_size,
-            **kernel,
-        )
-        lost = jnp.where(softmax, -jnp.expm1(g.sum(1).astype(memory.dtype)), 0)
+        options = {"write_mask": mask[:, None], "segment_ids": ids, "chunk_size": chunk_size}
+        o, after = _recurrence(q, k, writes, memory, {**kernel, **options})
+        lost = jnp.where(softmax, -jnp.expm1(writes.g.sum(1).astype(memory.dtype)), 0)
         return after + lost[..., None, None] * memory, o
 
-    tokens = (*(by_chunk(x) for x in (q, k, v, g, beta)), ids)
+    tokens = (*jax.tree.map(by_chunk, (q, k, writes)), ids)
     chunks = (tokens, jnp.moveaxis(write_mask, 1, 0), jnp.moveaxis(softmax, 1, 0), fresh)
     memory, o = jax.lax.scan(step, memory, chunks)
     return jnp.moveaxis(o, 0, 1).reshape(B, -1, H, V)[:, :T], memory

@@ -17,8 +17,9 @@ from jhybrid import routing
 from jhybrid.config import ChunkRoutedConfig, ModelConfig
 from jhybrid.layers import Linear, RMSNorm, l2_normalise, normal, rms_normalise, rotate, upcast
 from jhybrid.mixers import chunk_ops
+from jhybrid.mixers.chunk_memory import Writes, build_memory
 from jhybrid.mixers.context import Context, Report
-from jhybrid.mixers.delta_inputs import DeltaInputs, Streams
+from jhybrid.mixers.delta_inputs import Streams
 from jhybrid.sharding import shard_op
 from pallas_kernels.array_types import Array, Bool, Float, Int
 
@@ -55,9 +56,7 @@ class Branches(NamedTuple):
     streams: Streams
     q: Float[Array, "B T H K"]
     k: Float[Array, "B T H K"]
-    v: Float[Array, "B T H V"]
-    g: Float[Array, "B T H"]
-    beta: Float[Array, "B T H"]
+    writes: Writes
     softmax_q: Float[Array, "B T Ha K"]
     softmax_k: Float[Array, "B T Ha K"]
     softmax_v: Float[Array, "B T Ha V"]
@@ -85,9 +84,7 @@ class ChunkRouted(nnx.Module):
         self.dim = model.dim
         self.dtype = model.compute_dtype
         self.implementation = model.implementation
-        self.inputs = DeltaInputs(
-            H, H, config.key_dim, config.value_dim, config.conv_width, model, rngs=rngs
-        )
+        self.inputs = build_memory(config, model, rngs=rngs)
         score = normal(rngs, (model.dim, 2 * H), model.param_dtype)  # channel 2h + operation
         self.score_weight = nnx.Param(score, axes=("embed", None))
         self.score_bias = (  # moved by the training step, not by a gradient
@@ -145,9 +142,7 @@ class ChunkRouted(nnx.Module):
         valid = context.valid()
         decision = self._decide(x, valid, jnp.zeros((x.shape[0],), jnp.int32), context)
         mask = routing.write_mask(decision, counterfactual=config.gdn_counterfactual_grad)
-        read, _ = self._delta(
-            branches, branches.g, branches.beta, mask, decision.softmax, None, ids
-        )
+        read, _ = self._remember(branches, branches.writes, mask, decision.softmax, None, ids)
         attend = partial(
             chunk_ops.attend,
             chunk_size=config.chunk_size,
@@ -210,11 +205,10 @@ class ChunkRouted(nnx.Module):
             state.values,
         )
 
-        settled = (index < (open_chunk * C)[:, None])[..., None]
-        g, beta = (jnp.where(settled, gate, 0) for gate in (branches.g, branches.beta))
-        mask = routing.write_mask(decision, counterfactual=False)
-        read, memory_start = self._delta(
-            branches, g, beta, mask, decision.softmax, state.memory_start, None
+        settled = index < (open_chunk * C)[:, None]
+        writes, mask = branches.writes.only(settled), routing.write_mask(decision)
+        read, memory_start = self._remember(
+            branches, writes, mask, decision.softmax, state.memory_start, None
         )
 
         def of_open_chunk(array: Array) -> Array:
@@ -223,9 +217,9 @@ class ChunkRouted(nnx.Module):
 
         ahead = jax.tree.map(of_open_chunk, branches)
         live = (open_chunk * C)[:, None] + jnp.arange(C) < end[:, None]
-        g, beta = (jnp.where(live[..., None], gate, 0) for gate in (ahead.g, ahead.beta))
-        open_read, memory = self._delta(ahead, g, beta, None, None, memory_start, None)
-        read = jnp.where(settled[..., None], read, jnp.tile(open_read, (1, N, 1, 1)))
+        writes = ahead.writes.only(live)
+        open_read, memory = self._remember(ahead, writes, None, None, memory_start, None)
+        read = jnp.where(settled[..., None, None], read, jnp.tile(open_read, (1, N, 1, 1)))
 
         y = self._fuse(window, branches.weights, read, seen)
         y = jax.vmap(partial(jax.lax.dynamic_slice_in_dim, slice_size=T, axis=0))(y, opened)
@@ -238,7 +232,7 @@ class ChunkRouted(nnx.Module):
             values=values,
             memory_start=memory_start,
             memory=memory,
-            log_decay=g.sum(1),
+            log_decay=writes.g.sum(1),
             open_x=of_open_chunk(window),
             tails_start=tails(open_chunk * C),
             tails=tails(end),
@@ -269,10 +263,9 @@ class ChunkRouted(nnx.Module):
             state.keys,
             state.values,
         )
-        live = active[:, None, None]
-        g, beta = (jnp.where(live, gate, 0) for gate in (branches.g, branches.beta))
-        read, memory = self._delta(branches, g, beta, None, None, state.memory, None)
-        log_decay = state.log_decay + g[:, 0]
+        writes = branches.writes.only(active[:, None])
+        read, memory = self._remember(branches, writes, None, None, state.memory, None)
+        log_decay = state.log_decay + writes.g[:, 0]
 
         write = jax.vmap(lambda rows, at, new: rows.at[at].set(new, mode="drop"))
         open_x = write(state.open_x, jnp.where(active, offset, C), x[:, 0])
@@ -326,14 +319,11 @@ class ChunkRouted(nnx.Module):
             x = x if norm is None else norm(x)
             return x if config.rope_theta is None else rotate(x, positions, config.rope_theta)
 
-        g, beta = self.inputs.gates(x)
         return Branches(
             streams=streams,
             q=l2_normalise(heads(q, config.num_heads)),
             k=l2_normalise(heads(k, config.num_heads)),
-            v=heads(v, config.num_heads),
-            g=g,
-            beta=beta,
+            writes=self.inputs.writes(x, heads(v, config.num_heads)),
             softmax_q=softmax_heads(q, self.q_norm),
             softmax_k=softmax_heads(k, self.k_norm),
             softmax_v=heads(v, config.num_softmax_heads),
@@ -372,26 +362,24 @@ class ChunkRouted(nnx.Module):
             bias += jax.lax.stop_gradient(self.score_bias[...])
         return routing.decide(scores, bias=bias, temperature=context.temperature, **chosen)
 
-    def _delta(
+    def _remember(
         self,
         branches: Branches,
-        g: Array,
-        beta: Array,
+        writes: Writes,
         write_mask: Array | None,
         softmax: Array | None,
         memory: Array | None,
         segment_ids: Array | None,
     ) -> tuple[Array, Array]:
         op = partial(
-            chunk_ops.delta,
+            chunk_ops.remember,
             chunk_size=self.config.chunk_size,
             decay_softmax_chunks=self.config.decay_softmax_chunks,
             implementation=self.implementation,
         )
-        axes = (HEADS, HEADS, HEADS, HEADS, HEADS, HEADS, HEADS, STATE, ROWS)
+        axes = (HEADS, HEADS, HEADS, HEADS, HEADS, STATE, ROWS)
         run = shard_op(op, axes, (HEADS, STATE))
-        q, k, v = branches.q, branches.k, branches.v
-        return run(q, k, v, g, beta, write_mask, softmax, memory, segment_ids)
+        return run(branches.q, branches.k, writes, write_mask, softmax, memory, segment_ids)
 
     def _fuse(
         self, x: Array, weights: Array | None, read: Array, seen: Array
