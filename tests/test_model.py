@@ -24,6 +24,7 @@ from jhybrid.model import (
     training_context,
 )
 from jhybrid.parameters import flatten
+from jhybrid.recurrent_config import HGRN2Config, LightningConfig, Mamba2Config, RWKV6Config
 from jhybrid.sharding import make_mesh, parameter_shardings
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -171,6 +172,23 @@ def test_loss_and_gradients_on_eight_devices_equal_one_device():
     mesh = MeshConfig(data=2, fsdp=2, tensor=2)
     actual = loss_and_gradients(THREE_KINDS, batch(*DOCUMENTS, rows=8), mesh)
     assert_same(actual, packed_documents(), 5e-5)
+
+
+@pytest.mark.slow
+def test_recurrent_mixers_of_every_kind_on_eight_devices_equal_one_device():
+    heads = {"num_heads": 2, "key_dim": 8, "value_dim": 8}
+    config = tiny(
+        HGRN2Config(**heads),
+        Mamba2Config(**heads),
+        RWKV6Config(**heads, shift_rank=4, decay_rank=4),
+        LightningConfig(**heads),
+        HGRN2Config(**heads),
+        remat="block",
+        embed_norm=True,
+    )
+    data = batch(*DOCUMENTS, rows=8)
+    actual = loss_and_gradients(config, data, MeshConfig(data=2, fsdp=2, tensor=2))
+    assert_same(actual, loss_and_gradients(config, data), 5e-5)
 
 
 @pytest.mark.parametrize(

@@ -53,8 +53,9 @@ def log_forget_gate(
     g = jax.nn.log_sigmoid(f)
     if lower_bound is None:
         return g
-    bound = jnp.maximum(lower_bound.astype(g.dtype), jnp.finfo(jnp.float32).tiny)  # log 0 has no
-    return jnp.logaddexp(jnp.log(bound), jnp.log1p(-bound) + g)  # gradient
+    # log 0 has no gradient; at the smallest number the result is the same.
+    bound = jnp.maximum(lower_bound.astype(g.dtype), jnp.finfo(jnp.float32).tiny)
+    return jnp.logaddexp(jnp.log(bound), jnp.log1p(-bound) + g)
 
 
 def gated_sum(
