@@ -39,6 +39,20 @@ CASES = {
     "blocks": case("blocks", T=136, G=1, mask="blocks", block_size=128, density=0.5),
     "blocks-of-64": case("blocks-of-64", rows=1, mask="blocks", density=0.3),
     "chunks": case("chunks", G=1, V=128, rows=1, mask="chunks", density=0.6, block_bias=True),
+    "chunks-128-256": case(
+        "chunks-128-256",
+        T=136,
+        H=1,
+        G=1,
+        K=128,
+        V=256,
+        rows=1,
+        mask="chunks",
+        density=0.6,
+        block_bias=True,
+    ),
+    "causal-128": case("causal-128", T=136, H=1, G=1, K=128, V=128),
+    "causal-256": case("causal-256", T=72, H=1, G=1, K=256, V=256),
     "packed": case("packed", mask="mixed", documents=3, window=90),
     "everything": case(
         "everything",
@@ -191,8 +205,8 @@ def test_interpreted_kernels_match_the_reference(name, interpreted):
     assert_matches_reference(CASES[name])
 
 
-def exported(case: Case) -> str:
-    """The module of forward and backward, lowered for CUDA."""
+def exported(case: Case, transform=lambda run: run) -> str:
+    """The module of `transform` of forward and backward, lowered for CUDA."""
     arguments, fixed, cotangents = jax.eval_shape(lambda: draw(case))
     traced = {"q_offset": None, "segment_ids": None, "kv_segment_ids": None} | fixed
 
@@ -208,7 +222,8 @@ def exported(case: Case) -> str:
         outputs, pull_back = jax.vjp(op, arguments)
         return outputs, pull_back(cotangents)
 
-    module = jax.export.export(jax.jit(run), platforms=["cuda"])(arguments, traced, cotangents)
+    lower = jax.export.export(jax.jit(transform(run)), platforms=["cuda"])
+    module = lower(arguments, traced, cotangents)
     return module.mlir_module()
 
 
@@ -234,9 +249,32 @@ def test_kernels_lower_for_cuda_without_a_gpu(K, V, options):
     assert text.count("custom_call @mosaic_gpu") == 3
 
 
+def _over_rows_of_one(run):
+    """vmap over the batch, each row a problem of its own."""
+
+    def one_by_one(*arrays):
+        return jax.vmap(lambda *x: run(*jax.tree.map(lambda y: y[None], x)))(*arrays)
+
+    return one_by_one
+
+
+def _sharded(run):
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec("data")
+    return jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+
+
+@pytest.mark.slow
+@written_for
+@pytest.mark.parametrize("transform", [_over_rows_of_one, _sharded, jax.checkpoint])
+def test_transformed_kernels_lower_for_cuda(transform):
+    text = exported(case("transformed", B=2, T=128, mask="chunks", V=128), transform)
+    assert text.count("custom_call @mosaic_gpu") == 3
+
+
 ON_GPU = {
     **CASES,
-    "causal-128": case("causal-128", B=2, T=1000, H=4, K=128, V=128),
+    "long-causal-128": case("long-causal-128", B=2, T=1000, H=4, K=128, V=128),
     "blocks-128": case(
         "blocks-128", T=2048, H=4, K=128, V=128, rows=4, mask="blocks", block_size=128
     ),
