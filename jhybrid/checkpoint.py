@@ -38,7 +38,7 @@ from jhybrid.serialization import from_json, override, to_json
 CARRIED_TOKENIZER = "tokenizer.json"  # what data.tokenizer says in an export that carries one
 
 # What may change between a checkpoint and the run that resumes it: where and how the same numbers
-# are computed, what is measured, and how long the run goes on.
+# are computed (up to rounding), what is measured, and how long the run goes on.
 RESUMABLE_CHANGES = (
     "name",
     "mesh",

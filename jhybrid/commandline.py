@@ -23,6 +23,13 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message} (see --help)\n")
 
 
+def positive(text: str) -> int:
+    """An argument type: a whole number of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number of at least 1")
+    return int(text)
+
+
 def load_config(path: str, assignments: Sequence[str] = ()) -> Experiment:
     """The Experiment of a Python config file after its "a.b=c" overrides."""
     if not Path(path).is_file():

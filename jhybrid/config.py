@@ -222,6 +222,9 @@ class AssociativeRecall:
             f"AssociativeRecall.length={self.length} must be at least "
             f"2*(num_pairs+num_queries)={2 * (self.num_pairs + self.num_queries)}",
         )
+        require(
+            -10 <= self.power <= 10, f"AssociativeRecall.power={self.power} must lie in [-10, 10]"
+        )
 
 
 @frozen
@@ -262,7 +265,7 @@ class DataConfig:
         require_positive("data", self, "sequence_length", "batch_size", "document_alignment")
         for name in ("sequence_length", "batch_size"):  # positions and rows are int32
             require(getattr(self, name) < 2**31, f"data.{name} must be less than 2**31")
-        require(self.seed >= 0, "data.seed must not be negative")
+        require(0 <= self.seed < 2**32, f"data.seed={self.seed} must lie in [0, 2**32)")
         require(self.num_workers >= 0, "data.num_workers must not be negative")
         require(0 < self.validation_fraction < 1, "data.validation_fraction must lie in (0, 1)")
 
@@ -343,6 +346,7 @@ class TrainingConfig:
         ):
             require(getattr(self, name) >= 1, f"training.{name} must be >= 1")
         require(self.eval_every_steps >= 0, "training.eval_every_steps must not be negative")
+        require(0 <= self.seed < 2**32, f"training.seed={self.seed} must lie in [0, 2**32)")
 
 
 @frozen

@@ -149,7 +149,8 @@ class GatedDeltaNetConfig:
     negative_eigenvalues: bool = False  # beta in (0, 2) instead of (0, 1)
 
     def __post_init__(self):
-        require_positive("mixer", self, "num_value_heads", "key_dim", "value_dim", "conv_width")
+        sizes = ("num_heads", "num_value_heads", "key_dim", "value_dim", "conv_width")
+        require_positive("mixer", self, *sizes)
         require_multiple("mixer.num_value_heads", self.value_heads, "num_heads", self.num_heads)
 
     @property

@@ -128,6 +128,12 @@ def _decode_config(value: Any, kind: Any, path: str) -> Any:
     fields = {name: _decode(item, hints[name], _join(path, name)) for name, item in given.items()}
     try:
         return kind(**fields)
+    except UserError as error:  # its own checks know the last name of the path only
+        owner = path.rpartition(".")[2]
+        message = str(error)
+        if "." in path and message.startswith(f"{owner}."):
+            message = path + message.removeprefix(owner)
+        raise UserError(message) from None
     except TypeError as error:  # a missing field
         raise UserError(f"{path or 'config'}: {error}") from None
 

@@ -107,7 +107,7 @@ def _default_backend(name: str) -> Iterator[None]:
 @contextlib.contextmanager
 def no_compilation_cache() -> Iterator[None]:
     """For programs of other machines: JAX can write them to its cache, but not read them back."""
-    before = jax.config.jax_enable_compilation_cache
+    before = jax.config.jax_enable_compilation_cache  # pyright: ignore[reportAttributeAccessIssue]
     jax.config.update("jax_enable_compilation_cache", False)
     compilation_cache.reset_cache()  # JAX looks at the setting once, when it first compiles
     try:

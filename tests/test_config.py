@@ -56,6 +56,10 @@ def test_an_integer_is_accepted_where_a_float_is_expected_but_not_the_reverse():
     ("assignment", "message"),
     [
         ("model.dmi=3", "model.dmi: unknown field"),
+        ("training.seed=99999999999", "training.seed=99999999999 must lie in"),
+        ("data.seed=4294967296", "data.seed=4294967296 must lie in"),
+        ("model.blocks.1.mixer.num_softmax_heads=3", "model.blocks.1.mixer.num_softmax_heads=3"),
+        ("model.blocks.0.mixer.num_heads=0", "model.blocks.0.mixer.num_heads=0 must be positive"),
         ("model.dim=abc", "model.dim='abc': expected int"),
         ("model.dim=True", "model.dim=True: expected int"),
         ("model.dim", "expected path=value"),

@@ -119,6 +119,16 @@ def test_bad_arguments_are_named(tmp_path, monkeypatch, capsys, arguments, messa
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty.txt", "one.txt"]
 
 
+@pytest.mark.parametrize("flag", ["--max-documents", "--shard-tokens"])
+@pytest.mark.parametrize("value", ["0", "-1", "many"])
+def test_counts_are_at_least_one(capsys, flag, value):
+    with pytest.raises(SystemExit) as exited:
+        prepare.main(["--input", "one.txt", "--out", "new", flag, value])
+    error = capsys.readouterr().err
+    assert exited.value.code == 2
+    assert error.count("\n") == 1 and flag in error
+
+
 def test_a_hub_dataset_is_streamed(tmp_path, monkeypatch, capsys):
     asked = {}
 
@@ -166,6 +176,17 @@ def test_records_of_another_tokenizer_or_damaged_ones_are_refused(records):
 
     with pytest.raises(UserError, match="was prepared with tokenizer 'bytes', which is not"):
         load("bpe4096")
+    whole = (records / "metadata.json").read_text()
+    (records / "metadata.json").write_text(whole.replace('"bytes"', '"octets"'))
+    with pytest.raises(UserError, match=r"metadata\.json is damaged"):
+        load()
+    (records / "metadata.json").write_text(whole)
+    lengths = records / "tokens-00000.lengths.npy"
+    right = np.load(lengths)
+    np.save(lengths, np.maximum(right, 1) - 1)
+    with pytest.raises(UserError, match=r"00000\.lengths\.npy: \d+ tokens instead of \d+"):
+        load()
+    np.save(lengths, right)
     truncate(records)
     with pytest.raises(UserError, match=r"00001\.arrayrecord is truncated or damaged"):
         load()

@@ -128,13 +128,25 @@ def test_documents_come_whole_from_every_format(tmp_path):
     [
         ("cut.jsonl", b'{"text": "a"}\n{"text": "b', r"cut\.jsonl:2: not a complete JSON line"),
         ("no.jsonl", b'{"txt": "a"}\n', r"no\.jsonl:1: has no text field 'text'"),
+        ("half.jsonl", b'{"text": "a \\ud800 b"}\n', r"half\.jsonl:1: field 'text' is not Unicode"),
+        ("deep.jsonl", b"[" * 200_000, r"deep\.jsonl:1: JSON nested too deeply"),
         ("list.jsonl", b"[1]\n", r"list\.jsonl:1: has no text field"),
         ("latin.txt", b"caf\xe9", r"latin\.txt: not UTF-8"),
         ("cut.txt.gz", gzip.compress(b"words " * 99)[:-9], r"cut\.txt\.gz: truncated or damaged"),
         ("bad.txt.gz", b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\x03\xff\xff\xff", r"bad\.txt\.gz: "),
         ("plain.txt.gz", b"not compressed", r"plain\.txt\.gz: cannot be read \(Not a gzipped"),
     ],
-    ids=["cut", "no-field", "list", "latin", "cut-gzip", "bad-gzip", "plain-gzip"],
+    ids=[
+        "cut",
+        "no-field",
+        "surrogate",
+        "deep",
+        "list",
+        "latin",
+        "cut-gzip",
+        "bad-gzip",
+        "plain-gzip",
+    ],
 )
 def test_a_damaged_file_is_named(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)

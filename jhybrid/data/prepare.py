@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
+from jhybrid.commandline import Parser, positive
 from jhybrid.data.records import write_records
 from jhybrid.data.stores import BATCH
 from jhybrid.data.text import SUFFIXES, find_files, read_documents
@@ -64,7 +65,7 @@ def tokenize(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[np.ndarray]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m jhybrid.data.prepare",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -77,8 +78,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--text-field", default="text", help="of .jsonl lines or of the dataset")
     parser.add_argument("--tokenizer", default="bpe4096", help="bpe4096, bytes or a tokenizer.json")
     parser.add_argument("--out", type=pathlib.Path, required=True, help="new folder")
-    parser.add_argument("--max-documents", type=int, help="stop after so many")
-    parser.add_argument("--shard-tokens", type=int, default=100_000_000)
+    parser.add_argument("--max-documents", type=positive, help="stop after so many")
+    parser.add_argument("--shard-tokens", type=positive, default=100_000_000)
     options = parser.parse_args(arguments)
     try:
         tokenizer = load_tokenizer(options.tokenizer)

@@ -26,6 +26,7 @@ from pallas_kernels.array_types import Int
 
 METADATA = "metadata.json"
 FORMAT = 1
+SHARD_SIZES = ("documents", "tokens", "bytes")  # what metadata.json says of each shard
 
 
 @dataclasses.dataclass
@@ -126,7 +127,7 @@ class RecordStore:
             shard = _check_shard(file, shards, field)
             listed.update(file.parent / name for name in shards)
             digest.update(json.dumps(shard).encode())
-            lengths.append(_read_lengths(file, shard["documents"]))
+            lengths.append(_read_lengths(file, shard))
         for missing in sorted(listed - set(files)):
             folder = any(missing.parent == pathlib.Path(path).expanduser() for path in paths)
             require(not folder, f"{field}: {missing} is missing")
@@ -156,10 +157,12 @@ def _read_shards(folder: pathlib.Path, tokenizer: Tokenizer, field: str) -> dict
     try:
         metadata = json.loads(path.read_text())
         shards = {shard["file"]: shard for shard in metadata["shards"]}
+        sizes = [int(shard[name]) for shard in shards.values() for name in SHARD_SIZES]
         made_with, made_for = metadata["tokenizer"], metadata["tokenizer_sha256"]
         version = metadata["format"]
     except (ValueError, KeyError, TypeError):
         raise UserError(f"{field}: {path} is damaged") from None
+    require(min(sizes, default=0) >= 0, f"{field}: {path} is damaged")
     require(version == FORMAT, f"{field}: {path} has format {version}, expected {FORMAT}")
     require(
         made_for == tokenizer.fingerprint,
@@ -180,11 +183,12 @@ def _check_shard(file: pathlib.Path, shards: dict[str, dict], field: str) -> dic
     return shard
 
 
-def _read_lengths(file: pathlib.Path, documents: int) -> np.ndarray:
+def _read_lengths(file: pathlib.Path, shard: dict) -> np.ndarray:
     path = file.with_suffix(".lengths.npy")
     try:
         lengths = np.load(path)
     except (OSError, ValueError, EOFError):
         raise UserError(f"{path}: missing or damaged") from None
-    require(len(lengths) == documents, f"{path}: {len(lengths)} lengths, {documents} documents")
+    for what, found in (("documents", len(lengths)), ("tokens", int(lengths.sum()))):
+        require(found == shard[what], f"{path}: {found} {what} instead of {shard[what]}")
     return lengths

@@ -66,9 +66,15 @@ def _field_of_line(line: str, text_field: str, where: str) -> str:
         record = json.loads(line)
     except json.JSONDecodeError as error:
         raise UserError(f"{where}: not a complete JSON line ({error.msg})") from None
+    except RecursionError:
+        raise UserError(f"{where}: JSON nested too deeply") from None
     text = record.get(text_field) if isinstance(record, dict) else None
     if not isinstance(text, str):
         raise UserError(f"{where}: has no text field {text_field!r}")
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # JSON can spell half of a surrogate pair, UTF-8 cannot
+        raise UserError(f"{where}: field {text_field!r} is not Unicode text") from None
     return text
 
 

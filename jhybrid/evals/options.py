@@ -36,6 +36,8 @@ class EvalOptions:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"--{name.replace('_', '-')} {value}: must be at least 1")
+        if self.seed < 0:
+            raise UserError(f"--seed {self.seed}: must not be negative")
         for flag in ("essays", "squad", "hotpotqa", "text"):
             path = getattr(self, flag)
             if path is not None and not Path(path).is_file():
