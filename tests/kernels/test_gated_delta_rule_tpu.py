@@ -123,6 +123,7 @@ def small(name: str) -> Case:
     return dataclasses.replace(BY_NAME[name], K=64, V=64, T=140)
 
 
+@pytest.mark.covers("gated_delta_rule", "pallas_tpu", how="interpreted")
 @pytest.mark.parametrize(
     "name",
     ["no-decay", "extreme-mixed", "negative-eigenvalues", "identical-keys", "reflecting-keys"],
@@ -132,6 +133,7 @@ def test_kernels_match_the_reference_on_hard_inputs(name):
 
 
 # Not the two of equal keys: they are ill conditioned, `xla` too is out of bounds with bf16 inputs.
+@pytest.mark.covers("gated_delta_rule", "pallas_tpu", how="interpreted")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["no-decay", "extreme-mixed", "negative-eigenvalues"])
 def test_kernels_match_the_reference_on_hard_inputs_in_bfloat16(name):
@@ -143,6 +145,7 @@ PACKED = Case(
 )  # two value heads to a key head, and the loops over heads of a step that 64 lanes rule out
 
 
+@pytest.mark.covers("gated_delta_rule", "pallas_tpu", how="interpreted")
 def test_kernels_match_the_reference_on_packed_masked_grouped_rows():
     check_interpreted(PACKED, "bfloat16")
 
@@ -160,6 +163,7 @@ WIDE = (
 )
 
 
+@pytest.mark.covers("gated_delta_rule", "pallas_tpu", how="interpreted")
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("case", WIDE, ids=lambda case: case.name)
@@ -182,6 +186,7 @@ def compile_kernels(case: Case, dtype: str, chip: str):
     compile_for(chip, both, keys, keys, values, gates, state, values, state)
 
 
+@pytest.mark.covers("gated_delta_rule", "pallas_tpu", how="compiled", where="{chip}")
 @needs_libtpu
 @pytest.mark.parametrize("chip", CHIPS)
 def test_kernels_compile_for_every_chip(chip):
@@ -189,6 +194,7 @@ def test_kernels_compile_for_every_chip(chip):
     compile_kernels(case, "bfloat16", chip)
 
 
+@pytest.mark.covers("gated_delta_rule", "pallas_tpu", how="compiled", where="{chip}")
 @needs_libtpu
 @pytest.mark.slow
 @pytest.mark.parametrize("chip", CHIPS)

@@ -1,6 +1,8 @@
 """The status matrix: records of passed tests, merged by kind and printed as a table."""
 
 import json
+import types
+from typing import ClassVar
 
 import pytest
 import record_status
@@ -32,11 +34,18 @@ def test_the_table_has_a_row_per_implementation_and_a_column_per_way():
     ]
 
 
-@pytest.mark.covers("op", "{name}", "forward", how="compiled", where="{chip}")
-@pytest.mark.parametrize(("name", "chip"), [("pallas_tpu", "v6e")])
-def test_a_mark_names_the_parameters_of_its_test(request, name, chip):
-    kind = ("op", name, "compiled", chip, "forward")
-    assert (record_status.PROPERTY, kind) in request.node.user_properties
+def test_a_mark_names_the_parameters_of_its_test():
+    class Item:
+        callspec = types.SimpleNamespace(params={"name": "pallas_tpu", "chip": "v6e"})
+        user_properties: ClassVar = []
+
+        @staticmethod
+        def iter_markers(name):
+            return [getattr(pytest.mark, name)("op", "{name}", how="compiled", where="{chip}").mark]
+
+    record_status.add_properties([Item])
+    kinds = [("op", "pallas_tpu", "compiled", "v6e", direction) for direction in status.PASSES]
+    assert Item.user_properties == [(record_status.PROPERTY, kind) for kind in kinds]
 
 
 def test_only_kinds_that_passed_whole_are_recorded(tmp_path):
