@@ -17,6 +17,7 @@ they include launch gaps; the median is over batches.
 
 import argparse
 import dataclasses
+import functools
 import importlib
 import importlib.util
 import json
@@ -200,13 +201,22 @@ def measure_parts(parts, case, dtype: str) -> list[Row]:
     rows = []
     for label, call in parts.parts(case, dtype):
         row = Row(case.name, case.shape, dtype, label)
-        try:
-            row = dataclasses.replace(row, forward_ms=median_ms(call))
-        except Exception as error:  # whatever it is, the other shapes are still to be timed
-            row = dataclasses.replace(row, note=str(error).splitlines()[0][:200])
-        rows.append(row)
-        print(_table_line(row), flush=True)
+        timed = functools.partial(median_ms, call)
+        rows.append(
+            or_reason(
+                row, lambda row=row, timed=timed: dataclasses.replace(row, forward_ms=timed())
+            )
+        )
+        print(_table_line(rows[-1]), flush=True)
     return rows
+
+
+def or_reason(row: Row, measured: Callable[[], Row]) -> Row:
+    """What was measured; where it does not compile or run, the row with the reason."""
+    try:
+        return measured()
+    except Exception as error:  # whatever it is, the rest is still to be timed
+        return dataclasses.replace(row, note=(str(error) or repr(error)).splitlines()[0][:200])
 
 
 def _optional(op: str, module: str) -> Any:
@@ -300,7 +310,10 @@ def main(arguments: list[str] | None = None) -> list[Row]:
                 rows.append(row)
                 print(_table_line(row), flush=True)
             for name in peers.PEERS if peers else ():
-                rows.append(measure_peer(name, peers, case, dtype, options.gate_tokens))
+                timed = functools.partial(
+                    measure_peer, name, peers, case, dtype, options.gate_tokens
+                )
+                rows.append(or_reason(Row(case.name, case.shape, dtype, name), timed))
                 print(_table_line(rows[-1]), flush=True)
             if parts:
                 rows += measure_parts(parts, case, dtype)
