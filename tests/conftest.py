@@ -18,6 +18,11 @@ import jax
 import pytest
 import record_status
 
+# Commands run inside this process turn the compilation cache on, for every later test too. Unless
+# the developer asked for one, programs are compiled: JAX 0.10.2 crashed reading one for 8 devices.
+if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+    jax.config.update("jax_enable_compilation_cache", False)
+
 # Same examples on every run; no deadline, because the first example compiles.
 hypothesis.settings.register_profile(
     "suite", max_examples=25, deadline=None, derandomize=True, database=None

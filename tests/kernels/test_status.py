@@ -60,3 +60,9 @@ def test_only_kinds_that_passed_whole_are_recorded(tmp_path):
     recorder.pytest_sessionfinish()
     (found,) = json.loads((tmp_path / "status.json").read_text())
     assert (found["direction"], found["tests"]) == ("backward", 1)
+
+
+def test_the_readme_shows_the_records():
+    text = status.FILE.with_name("README.md").read_text()
+    shown = text.partition("<!-- status -->\n")[2].partition("\n<!-- end of status -->")[0]
+    assert shown == status.table(status.load(status.FILE))
