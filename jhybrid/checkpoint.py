@@ -13,16 +13,18 @@ what is on disk is always whole.
     python -m jhybrid.checkpoint export WORKDIR OUT
 """
 
+import contextlib
 import dataclasses
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import grain
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 from flax import nnx
 from jax.experimental import multihost_utils
@@ -287,6 +289,49 @@ def load_model(path: str | Path, assignments: Sequence[str] = ()) -> tuple[Exper
     return experiment, nnx.merge(graphdef, unflatten(template, leaves))
 
 
+class StoredParameters:
+    """The parameters of a run's workdir (its latest step) or of an export, on disk until read.
+
+    Attributes:
+      experiment: the config they belong to.
+      specs: shape and dtype of each by path, in the model's order.
+    """
+
+    def __init__(self, path: str | Path):
+        path = Path(path)
+        if (path / "params").is_dir():
+            self.experiment, self._folder = _export_experiment(path), path.absolute() / "params"
+        else:
+            self.experiment, step = _workdir_experiment(path)
+            self._folder = path.absolute() / "checkpoints" / str(step) / "params"
+        self.specs = _abstract_params(self.experiment)
+        with _reading(self._folder), ocp.StandardCheckpointer() as checkpointer:
+            metadata = checkpointer.metadata(self._folder).item_metadata
+            stored = {name: tuple(metadata[name].shape) for name in metadata}
+        _require_same_shapes(path, stored, self.specs)
+
+    def read(self, path: str) -> np.ndarray:
+        """One parameter, in the config's dtype; nothing else is read."""
+        arguments = ocp.args.PyTreeRestore(
+            item={path: self.specs[path]},
+            restore_args={
+                path: ocp.RestoreArgs(restore_type=np.ndarray, dtype=self.specs[path].dtype)
+            },
+            partial_restore=True,
+        )
+        with _reading(self._folder), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+            return reader.restore(self._folder, args=arguments)[path]
+
+
+@contextlib.contextmanager
+def _reading(folder: Path) -> Iterator[None]:
+    """Orbax and TensorStore raise many kinds of errors for damaged files: UserError instead."""
+    try:
+        yield
+    except Exception as error:
+        raise UserError(f"{folder}: cannot be read ({first_line(error)})") from None
+
+
 def _abstract_model(experiment: Experiment) -> tuple[nnx.GraphDef, nnx.State]:
     abstract = nnx.eval_shape(lambda: HybridLM(experiment.model, rngs=nnx.Rngs(0)))
     return nnx.split(abstract, nnx.Param)
@@ -303,21 +348,23 @@ def _abstract_params(experiment: Experiment) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def _read_export(path: Path) -> tuple[Experiment, dict[str, jax.Array]]:
-    experiment = _read_config(path / "config.json")
-    if experiment.data.tokenizer == CARRIED_TOKENIZER:
-        experiment = _with_tokenizer(experiment, str(path / CARRIED_TOKENIZER))
+    experiment = _export_experiment(path)
     wanted = _abstract_params(experiment)
     folder = path.absolute() / "params"
     with ocp.StandardCheckpointer() as checkpointer:
-        try:
+        with _reading(path / "params"):
             metadata = checkpointer.metadata(folder).item_metadata
             stored = {name: tuple(metadata[name].shape) for name in metadata}
-            _require_same_shapes(path, stored, wanted)
+        _require_same_shapes(path, stored, wanted)
+        with _reading(path / "params"):
             return experiment, checkpointer.restore(folder, wanted)
-        except UserError:
-            raise
-        except Exception as error:  # Orbax and TensorStore raise many kinds for damaged files
-            raise UserError(f"{path / 'params'}: cannot be read ({first_line(error)})") from None
+
+
+def _export_experiment(path: Path) -> Experiment:
+    experiment = _read_config(path / "config.json")
+    if experiment.data.tokenizer == CARRIED_TOKENIZER:
+        experiment = _with_tokenizer(experiment, str(path / CARRIED_TOKENIZER))
+    return experiment
 
 
 def _require_same_shapes(path: Path, stored: Mapping, wanted: Mapping) -> None:
@@ -328,16 +375,22 @@ def _require_same_shapes(path: Path, stored: Mapping, wanted: Mapping) -> None:
 
 
 def _read_workdir(workdir: Path) -> tuple[Experiment, dict[str, jax.Array]]:
+    experiment, step = _workdir_experiment(workdir)
+    wanted = _abstract_params(experiment)
+    arguments = ocp.args.Composite(params=ocp.args.StandardRestore(wanted))
+    with _reader(workdir) as manager:
+        return experiment, _restore(manager, step, arguments)["params"]
+
+
+def _workdir_experiment(workdir: Path) -> tuple[Experiment, int]:
+    """The config of the latest step, and which it is."""
     if not (workdir / "checkpoints").is_dir():
         raise UserError(f"{workdir}: neither a run's workdir (checkpoints/) nor an export")
     with _reader(workdir) as manager:
         step = manager.latest_step()
         if step is None:
             raise UserError(f"{workdir}: no checkpoint has been written yet")
-        experiment = _config(manager, step)
-        wanted = _abstract_params(experiment)
-        arguments = ocp.args.Composite(params=ocp.args.StandardRestore(wanted))
-        return experiment, _restore(manager, step, arguments)["params"]
+        return _config(manager, step), step
 
 
 def _read_config(path: Path) -> Experiment:

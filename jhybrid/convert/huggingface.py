@@ -1,18 +1,19 @@
 """Hugging Face folders into exports and back."""
 
 import dataclasses
+import functools
 import json
 import os
 import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import numpy as np
-from flax import nnx
 
-from jhybrid.checkpoint import load_model, write_export
+from jhybrid.checkpoint import StoredParameters, write_export
 from jhybrid.config import DataConfig, Experiment, ModelConfig
 from jhybrid.convert.families import Fields, describe, family_of, same_function
 from jhybrid.convert.placement import (
@@ -26,7 +27,6 @@ from jhybrid.convert.safetensors_files import SafetensorsFolder, read_json, writ
 from jhybrid.data import check_vocabulary, load_tokenizer
 from jhybrid.data.tokenizer import tokenizer_files
 from jhybrid.errors import UserError
-from jhybrid.parameters import flatten
 from jhybrid.serialization import override
 from jhybrid.sharding import make_mesh
 
@@ -93,28 +93,42 @@ def experiment_for(
     return changed
 
 
+class Place(NamedTuple):
+    """Where a published tensor is in our parameters."""
+
+    path: str
+    layer: int | None  # of a stack
+    transposed: bool
+
+    def of(self, parameter: np.ndarray) -> np.ndarray:
+        own = parameter if self.layer is None else parameter[self.layer]
+        return own.T if self.transposed else own
+
+    def spec(self, parameter: jax.ShapeDtypeStruct) -> TensorSpec:
+        shape = parameter.shape if self.layer is None else parameter.shape[1:]
+        return TensorSpec(shape[::-1] if self.transposed else shape, parameter.dtype)
+
+
 def to_hf(checkpoint: Path, out: Path) -> Path:
     """Writes the model of an export or a workdir as a Hugging Face folder, whole or not at all."""
     if out.exists():
         raise UserError(f"{out} already exists")
-    experiment, model = load_model(checkpoint)
+    stored = StoredParameters(checkpoint)
+    experiment = stored.experiment
     kept = checkpoint / KEPT_CONFIG
     family, config = describe(experiment.model, read_json(kept) if kept.is_file() else {})
     if experiment.model.param_dtype == "float64":
         raise UserError("model.param_dtype=float64 cannot be written, use float32")
-    places = {}
-    for path, value in flatten(nnx.state(model, nnx.Param)).items():
+    places: dict[str, Place] = {}
+    for path in stored.specs:
         for layer, name in enumerate(published_parts(family.names, path, experiment.model)):
-            places[name.pattern] = (value, layer if is_stacked(path) else None, name.transposed)
-
-    def spec(value: jax.Array, layer: int | None, transposed: bool) -> TensorSpec:
-        shape = value.shape if layer is None else value.shape[1:]
-        return TensorSpec(shape[::-1] if transposed else shape, value.dtype)
+            part = Place(path, layer if is_stacked(path) else None, name.transposed)
+            places[name.pattern] = part
+    # The tensors of a stack follow each other: each parameter is read once and held alone.
+    parameter = functools.lru_cache(maxsize=1)(stored.read)
 
     def read(name: str) -> np.ndarray:
-        value, layer, transposed = places[name]
-        host = jax.device_get(value if layer is None else value[layer])
-        return host.T if transposed else host
+        return places[name].of(parameter(places[name].path))
 
     partial = out.with_name(f".{out.name}-{os.getpid()}")
     try:
@@ -123,7 +137,11 @@ def to_hf(checkpoint: Path, out: Path) -> Path:
         files = [checkpoint / name for name in TRAVELLING]
         for file in (*tokenizer_files(experiment.data.tokenizer), *filter(Path.is_file, files)):
             shutil.copy(file, partial)
-        write_folder(partial, {name: spec(*place) for name, place in places.items()}, read)
+        write_folder(
+            partial,
+            {name: place.spec(stored.specs[place.path]) for name, place in places.items()},
+            read,
+        )
         partial.rename(out)
     except OSError as error:
         raise UserError(f"{out} cannot be written ({error.strerror})") from None
