@@ -99,6 +99,15 @@ def check_resumable(experiment: Experiment, saved: Experiment, where: Path) -> N
         )
 
 
+def check_workdir(workdir: Path) -> None:
+    """UserError if `workdir` can be seen, without creating anything, not to take files."""
+    found = next(path for path in (workdir, *workdir.absolute().parents) if os.path.exists(path))
+    if not found.is_dir():
+        raise UserError(f"--workdir {workdir}: {found} is not a directory")
+    if not os.access(found, os.W_OK | os.X_OK):
+        raise UserError(f"--workdir {workdir}: {found} is not writable")
+
+
 def prepare_workdir(workdir: Path) -> None:
     """Creates `workdir`; UserError if nothing can be written there."""
     probe = workdir / f".writable-{os.getpid()}"

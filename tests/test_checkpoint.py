@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import pathlib
 import shutil
 import subprocess
@@ -22,6 +23,7 @@ from jhybrid import checkpoint
 from jhybrid.checkpoint import (
     Checkpoints,
     check_resumable,
+    check_workdir,
     export,
     latest,
     load_model,
@@ -243,7 +245,14 @@ def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path, name):
         load_model(tmp_path / name)
 
 
-def test_an_unwritable_workdir_is_refused(tmp_path):
+def test_an_unwritable_workdir_is_refused(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"--workdir .*file/run: .*/file is not a directory"):
+        check_workdir(tmp_path / "file" / "run")
+    check_workdir(tmp_path / "a" / "b")
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)  # root may write all
+    with pytest.raises(UserError, match=f"--workdir .*/a/b: {tmp_path} is not writable"):
+        check_workdir(tmp_path / "a" / "b")
+    assert not (tmp_path / "a").exists()
     with pytest.raises(UserError, match=r"--workdir .*file/run: cannot be written"):
         prepare_workdir(tmp_path / "file" / "run")

@@ -14,7 +14,14 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from jhybrid import data
-from jhybrid.checkpoint import Checkpoints, check_resumable, latest, prepare_workdir, write_whole
+from jhybrid.checkpoint import (
+    Checkpoints,
+    check_resumable,
+    check_workdir,
+    latest,
+    prepare_workdir,
+    write_whole,
+)
 from jhybrid.config import Experiment
 from jhybrid.errors import UserError
 from jhybrid.model import flops_per_token
@@ -44,6 +51,7 @@ def run(experiment: Experiment, options: Options) -> None:
 
     Bad input, what no op implementation can run included, is refused before anything is written.
     """
+    check_workdir(options.workdir)
     data.check_vocabulary(data.load_tokenizer(experiment.data.tokenizer), experiment.model)
     mesh = make_mesh(experiment.mesh)
     rows, processes = experiment.mesh.data * experiment.mesh.fsdp, jax.process_count()
