@@ -19,7 +19,7 @@ from jhybrid.memory import Usage, usage
 from jhybrid.mixers import Context, State
 from jhybrid.model import HybridLM
 from jhybrid.sampling import Limits, Sampling
-from pallas_kernels.array_types import Array, Float, Int
+from pallas_kernels.array_types import Array, Bool, Float, Int
 
 PREFILL_TOKENS = 4096  # of each row that are read at a time
 GREEDY = Sampling()
@@ -154,8 +154,12 @@ def prefill(
     lengths: Int[Array, "B"],
     state: tuple[State, ...],
     piece: int,
+    routes: Bool[Array, "B N H"] | None = None,
 ) -> tuple[Float[Array, "B D"], tuple[State, ...]]:
-    """The hidden vector of each prompt's last token and the state after it, `piece` by `piece`."""
+    """The hidden vector of each prompt's last token and the state after it, `piece` by `piece`.
+
+    `routes` are decisions for every routed block, by chunk of the whole prompt.
+    """
     B, T = tokens.shape
     pieces = -(-T // piece)
     tokens = jnp.pad(tokens, ((0, 0), (0, pieces * piece - T)))
@@ -165,6 +169,7 @@ def prefill(
         context = Context(
             positions=jnp.broadcast_to(start + jnp.arange(piece), (B, piece)),
             lengths=jnp.clip(lengths - start, 0, piece),
+            routes=routes,
         )
         output = model(jax.lax.dynamic_slice_in_dim(tokens, start, piece, 1), context, state)
         end = lengths - 1 - start

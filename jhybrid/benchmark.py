@@ -1,0 +1,318 @@
+"""Times training, reading and decoding of whole models with random weights, side by side.
+
+    python -m jhybrid.benchmark --config configs/nats_l_hybrid_380m.py --config configs/gdn_380m.py
+        --train 8x4096 --forward 1x131072 --decode 1x131072 --softmax-fraction 0.25 --json out.json
+
+A shape is rows x tokens. `train` is a whole step (loss, gradients, AdamW), `forward` reads rows
+from nothing to the last token's logits, `prefill` reads them into a decoding state, piece by piece,
+`decode` adds one token to rows of that many tokens. Weights are random and, but for `train`, in the
+compute dtype.
+
+Routers with random weights decide at random, so the work is set instead: `--softmax-fraction` of
+the chunks of every head (of the heads of every row, where heads are routed), drawn at random, in
+`forward`, `prefill` and `decode`; in `train` the routers decide, and the fraction that they chose
+is reported. Times are medians by the host's clock, launches included.
+"""
+
+import argparse
+import dataclasses
+import functools
+import json
+import platform
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jhybrid import commandline
+from jhybrid.config import (
+    BlockConfig,
+    ChunkRoutedConfig,
+    Experiment,
+    HeadRoutedConfig,
+    ModelConfig,
+)
+from jhybrid.decoding import PREFILL_TOKENS, prefill
+from jhybrid.errors import UserError, first_line
+from jhybrid.memory import memory
+from jhybrid.mixers import Context
+from jhybrid.model import HybridLM, flops_per_token, parameter_count
+from jhybrid.sharding import make_mesh
+from jhybrid.training.metrics import model_flops_utilization
+from jhybrid.training.step import Program
+from pallas_kernels.array_types import Array, Bool
+from pallas_kernels.benchmark import median_ms
+
+DECODED = 32  # tokens of each row in one program
+DECODE_BATCHES = 5
+MODES = ("train", "forward", "prefill", "decode")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Row:
+    """One model in one use; `note` says why a number is missing."""
+
+    name: str
+    parameters: int
+    mode: str
+    rows: int
+    tokens: int  # of each row
+    softmax_fraction: float | None = None  # of (chunk, head) pairs; None: nothing is routed
+    ms: float | None = None  # of a step; of one token of every row in `decode`
+    tokens_per_second: float | None = None
+    mfu: float | None = None  # `train` only, formula in jhybrid.model.flops_per_token
+    peak_bytes: int | None = None  # arguments, results and temporaries of the compiled program
+    state_bytes: int | None = None  # of the decoding state, all rows
+    note: str = ""
+
+
+def measure(experiment: Experiment, mode: str, shape: tuple[int, int], fraction: float) -> Row:
+    """The row of one model; running out of memory becomes a note."""
+    row = Row(experiment.name, parameter_count(experiment.model), mode, *shape)
+    try:
+        if mode == "train":
+            return _train(row, experiment)
+        return _infer(row, experiment, fraction)
+    except jax.errors.JaxRuntimeError as error:
+        return dataclasses.replace(row, note=first_line(error))
+
+
+def _train(row: Row, experiment: Experiment) -> Row:
+    B, T = row.rows, row.tokens
+    optimizer = dataclasses.replace(experiment.optimizer, accumulation_steps=1)
+    shape = dataclasses.replace(experiment.data, batch_size=B, sequence_length=T)
+    experiment = dataclasses.replace(experiment, optimizer=optimizer, data=shape)
+    mesh = make_mesh(experiment.mesh)
+    with jax.set_mesh(mesh):
+        program = Program(experiment, mesh)
+        tokens = np.random.default_rng(0).integers(0, experiment.model.vocab_size, (B, T), np.int32)
+        positions = np.broadcast_to(np.arange(T, dtype=np.int32), (B, T))
+        batch = {"tokens": tokens, "targets": np.roll(tokens, -1, 1), "positions": positions}
+        batch = program.put_whole_batch(batch | {"segment_ids": np.zeros_like(tokens)})
+        carry = [program.init(np.asarray([0, 0], np.uint32)), None]
+        step = program.train_step.lower(carry[0], batch).compile()
+
+        def run() -> Any:
+            carry[:] = step(carry[0], batch)
+            return carry[1]["loss"]
+
+        ms = median_ms(run)
+        routing = jax.device_get(carry[1]["routing"])
+    chosen = [np.mean(found["softmax_fraction"]) for found in routing.values()]
+    kept = float(np.mean(chosen)) if chosen else None
+    flops = flops_per_token(experiment.model, T, softmax_fraction=kept or 0.0)
+    speed = 1e3 * B * T / ms
+    return dataclasses.replace(
+        row,
+        softmax_fraction=kept,
+        ms=ms,
+        tokens_per_second=speed,
+        mfu=model_flops_utilization(speed, flops, list(mesh.devices.flat)),
+        peak_bytes=_peak_bytes(step),
+    )
+
+
+def _infer(row: Row, experiment: Experiment, fraction: float) -> Row:
+    B, T = row.rows, row.tokens
+    model = experiment.model
+    blocks = tuple(_with_room(block, fraction) for block in model.blocks)
+    config = dataclasses.replace(model, blocks=blocks, param_dtype=model.compute_dtype)
+    graphdef, weights = nnx.split(nnx.jit(lambda: HybridLM(config, rngs=nnx.Rngs(0)))())
+    tokens = jax.random.randint(jax.random.key(1), (B, T), 0, config.vocab_size)
+    routes = random_routes(config, B, T, fraction)
+    use = functools.partial(_read_whole if row.mode == "forward" else _read_into_state, graphdef)
+    room = T if row.mode != "decode" else T + DECODED * (DECODE_BATCHES + 1)
+    options = {} if row.mode == "forward" else {"room": room}
+    read = jax.jit(functools.partial(use, **options)).lower(weights, tokens, routes).compile()
+    if row.mode == "decode":
+        hidden, state = read(weights, tokens, routes)
+        ms, step = _time_decoding(graphdef, weights, hidden, state, T)
+    else:
+        ms, step = median_ms(lambda: read(weights, tokens, routes)), read
+    report = memory(nnx.merge(graphdef, weights), room)
+    return dataclasses.replace(
+        row,
+        softmax_fraction=None if routes is None else float(jnp.mean(routes)),
+        ms=ms,
+        tokens_per_second=1e3 * (B if row.mode == "decode" else B * T) / ms,
+        peak_bytes=_peak_bytes(step),
+        state_bytes=None
+        if row.mode == "forward"
+        else int(B * sum(r.row_bytes + room * r.cache_bytes_per_token for r in report)),
+    )
+
+
+def _with_room(block: BlockConfig, fraction: float) -> BlockConfig:
+    """A routed block with room for the routes of the benchmark, and no more."""
+    match block.mixer:
+        case ChunkRoutedConfig() as mixer:
+            routed = dataclasses.replace(mixer, kv_capacity=fraction, kv_overflow="linear")
+        case HeadRoutedConfig() as mixer:
+            routed = dataclasses.replace(mixer, kv_capacity=fraction, kv_overflow="sparse")
+        case _:
+            return block
+    return dataclasses.replace(block, mixer=routed)
+
+
+def random_routes(
+    config: ModelConfig, B: int, T: int, fraction: float
+) -> Bool[Array, "B N H"] | None:
+    """Decisions for every routed block: round(fraction N) chunks of each head of chunk-routed
+    blocks, or round(fraction G) heads of each row of head-routed ones. None without such blocks.
+
+    Raises UserError where one array cannot serve all of the model's routed blocks.
+    """
+    shapes = set()
+    for block in config.blocks:
+        match block.mixer:
+            case ChunkRoutedConfig() as mixer:
+                shapes.add((-(-T // mixer.chunk_size), mixer.num_heads, 1))
+            case HeadRoutedConfig() as mixer:
+                shapes.add((1, mixer.attention.num_kv_heads, 2))
+    if not shapes:
+        return None
+    if len(shapes) > 1:
+        raise UserError("model.blocks: routed blocks of different shapes cannot be benchmarked")
+    chunks, heads, axis = shapes.pop()
+    ranks = jnp.arange((chunks, heads)[axis - 1]).reshape((1, -1, 1) if axis == 1 else (1, 1, -1))
+    ranks = jnp.broadcast_to(ranks, (B, chunks, heads))
+    ranks = jax.random.permutation(jax.random.key(2), ranks, axis, independent=True)
+    return ranks < round(fraction * ranks.shape[axis])
+
+
+def _read_whole(graphdef, weights, tokens, routes) -> Array:
+    model = nnx.merge(graphdef, weights)
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    output = model(tokens, Context(positions=positions, routes=routes))
+    return model.logits(output.hidden[:, -1])
+
+
+def _read_into_state(graphdef, weights, tokens, routes, *, room: int) -> tuple[Array, Any]:
+    model = nnx.merge(graphdef, weights).unstacked()
+    B, T = tokens.shape
+    state = model.initial_state(B, room)
+    lengths = jnp.full((B,), T, jnp.int32)
+    return prefill(model, tokens, lengths, state, min(T, PREFILL_TOKENS), routes=routes)
+
+
+def _time_decoding(graphdef, weights, hidden, state, length: int) -> tuple[float, Any]:
+    """Milliseconds per token of all rows: median over batches of tokens decoded in one program."""
+
+    def advance(weights, hidden, state, length):
+        model = nnx.merge(graphdef, weights).unstacked()
+
+        def one(carry, step):
+            hidden, state = carry
+            token = jnp.argmax(model.logits(hidden), -1)[:, None]
+            positions = jnp.full(token.shape, length + step, jnp.int32)
+            output = model(token, Context(positions=positions), state)
+            return (output.hidden[:, 0], output.state), None
+
+        carry, _ = jax.lax.scan(one, (hidden, state), jnp.arange(DECODED))
+        return carry
+
+    step = jax.jit(advance, donate_argnums=(1, 2))
+    step = step.lower(weights, hidden, state, jnp.int32(length)).compile()
+    times = []
+    for batch in range(DECODE_BATCHES + 1):
+        start = time.perf_counter()
+        hidden, state = step(weights, hidden, state, jnp.int32(length + batch * DECODED))
+        jax.block_until_ready(hidden)
+        times.append(time.perf_counter() - start)
+    return 1e3 * statistics.median(times[1:]) / DECODED, step  # the first warms up
+
+
+def _peak_bytes(compiled) -> int | None:
+    found = compiled.memory_analysis()
+    if found is None:
+        return None
+    held = found.argument_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
+    return held + found.temp_size_in_bytes
+
+
+def table(rows: Sequence[Row]) -> str:
+    lines = [
+        f"{'model':<24} {'use':<8} {'shape':>10} {'softmax':>8} {'ms':>10} {'tokens/s':>11} "
+        f"{'MFU':>6} {'peak GiB':>9} {'state MiB':>10}"
+    ]
+    for row in rows:
+        shape = f"{row.rows}x{row.tokens}"
+        lines.append(
+            f"{row.name:<24} {row.mode:<8} {shape:>10} {_number(row.softmax_fraction, '8.3f')} "
+            f"{_number(row.ms, '10.3f')} {_number(row.tokens_per_second, '11.0f')} "
+            f"{_number(row.mfu, '6.3f')} {_number(_over(row.peak_bytes, 2**30), '9.2f')} "
+            f"{_number(_over(row.state_bytes, 2**20), '10.1f')} {row.note}".rstrip()
+        )
+    return "\n".join(lines)
+
+
+def _over(value: int | None, unit: int) -> float | None:
+    return None if value is None else value / unit
+
+
+def _number(value: float | None, form: str) -> str:
+    return f"{value:>{form}}" if value is not None else "-".rjust(int(form.split(".")[0]))
+
+
+def parse_shape(text: str) -> tuple[int, int]:
+    """ "8x4096" as (rows, tokens)."""
+    rows, cross, tokens = text.partition("x")
+    if not cross:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected rows x tokens, as 8x4096")
+    return commandline.positive(rows), commandline.positive(tokens)
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = commandline.Parser(
+        prog="python -m jhybrid.benchmark", description="Time whole models with random weights."
+    )
+    parser.add_argument("--config", action="append", required=True, metavar="FILE")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="a.b=c", help="in each config"
+    )
+    for mode in MODES:
+        parser.add_argument(
+            f"--{mode}", action="append", default=[], type=parse_shape, metavar="BxT"
+        )
+    parser.add_argument("--softmax-fraction", type=float, default=0.25, help="of chunks or heads")
+    parser.add_argument("--json", type=Path, help="also write the rows")
+    return parser
+
+
+def main() -> int:
+    arguments = parser().parse_args()
+    if not 0 <= arguments.softmax_fraction <= 1:
+        raise UserError(f"--softmax-fraction {arguments.softmax_fraction}: must lie in [0, 1]")
+    experiments = [commandline.load_config(path, arguments.set) for path in arguments.config]
+    commandline.use_compile_cache(None)
+    device = jax.devices()[0].device_kind
+    print(f"jax {jax.__version__}, {jax.device_count()} x {device}", flush=True)
+    rows: list[Row] = []
+    print(table(rows), flush=True)
+    for mode in MODES:
+        for shape in getattr(arguments, mode):
+            for experiment in experiments:
+                rows.append(measure(experiment, mode, shape, arguments.softmax_fraction))
+                print(table(rows[-1:]).splitlines()[-1], flush=True)
+                if arguments.json is not None:
+                    found = {
+                        "jax": jax.__version__,
+                        "device": device,
+                        "python": platform.python_version(),
+                        "rows": [dataclasses.asdict(row) for row in rows],
+                    }
+                    text = json.dumps(found, indent=1) + "\n"
+                    commandline.write_text(arguments.json, text, "--json")
+    if not rows:
+        raise UserError(f"nothing to time: name a shape by --{', --'.join(MODES)}")
+    return 0
+
+
+if __name__ == "__main__":
+    commandline.run(main)

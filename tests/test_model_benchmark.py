@@ -1,0 +1,100 @@
+"""`python -m jhybrid.benchmark`: the work it sets, and rows that hold together."""
+
+import dataclasses
+import json
+import pathlib
+import sys
+
+import jax
+import numpy as np
+import pytest
+import tiny
+
+from jhybrid import benchmark
+from jhybrid.attention_config import SoftmaxConfig
+from jhybrid.config import ChunkRoutedConfig, HeadRoutedConfig
+from jhybrid.errors import UserError
+
+HEAD_ROUTED = HeadRoutedConfig(
+    attention=SoftmaxConfig(num_heads=8, num_kv_heads=4, head_dim=8), block_size=16
+)
+
+
+def with_mixers(*mixers):
+    model = tiny.config().model
+    block = model.blocks[0]
+    blocks = tuple(dataclasses.replace(block, mixer=mixer) for mixer in mixers)
+    return dataclasses.replace(model, blocks=blocks)
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.25, 1.0])
+def test_every_head_keeps_the_asked_fraction_of_chunks(fraction):
+    routes = benchmark.random_routes(tiny.config().model, 3, 120, fraction)
+    assert routes is not None and routes.shape == (3, 8, 2)
+    np.testing.assert_array_equal(routes.sum(1), 8 * fraction)
+    if fraction == 0.25:
+        assert len(np.unique(np.argmax(routes, 1))) > 1  # not the same chunks for all
+
+
+def test_every_row_keeps_the_asked_fraction_of_heads():
+    routes = benchmark.random_routes(with_mixers(HEAD_ROUTED), 5, 64, 0.75)
+    assert routes is not None and routes.shape == (5, 1, 4)
+    np.testing.assert_array_equal(routes.sum(2), 3)
+
+
+def test_models_without_routers_have_no_routes_and_two_kinds_of_them_are_refused():
+    softmax, chunks = (block.mixer for block in tiny.config().model.blocks)
+    assert isinstance(chunks, ChunkRoutedConfig)
+    assert benchmark.random_routes(with_mixers(softmax), 1, 64, 0.5) is None
+    with pytest.raises(UserError, match="different shapes"):
+        benchmark.random_routes(with_mixers(chunks, HEAD_ROUTED), 1, 64, 0.5)
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr(benchmark, "DECODED", 2)
+    monkeypatch.setattr(benchmark, "DECODE_BATCHES", 1)
+
+    def once(run):
+        jax.block_until_ready(run())
+        return 2.0
+
+    monkeypatch.setattr(benchmark, "median_ms", once)
+
+
+@pytest.mark.parametrize(("mode", "tokens"), [("train", 128), ("forward", 128), ("prefill", 128)])
+def test_speed_is_tokens_over_time(quick, mode, tokens):
+    row = benchmark.measure(tiny.config(), mode, (2, 64), 0.5)
+    assert row.note == "" and row.ms == 2.0
+    assert row.tokens_per_second == tokens / 2e-3
+    assert row.peak_bytes is not None and row.peak_bytes > 0
+    assert row.softmax_fraction is not None and 0 <= row.softmax_fraction <= 1
+
+
+def test_what_decoding_holds_grows_with_the_fraction_of_softmax(quick):
+    few, all_ = (benchmark.measure(tiny.config(), "decode", (2, 256), f) for f in (0.25, 1.0))
+    assert (few.softmax_fraction, all_.softmax_fraction) == (0.25, 1.0)
+    assert few.state_bytes is not None and all_.state_bytes is not None
+    # 2 rows x 2 heads x (8 + 8) fp32 channels of 260 tokens: 5 chunks of 16 and the open one, or 17
+    # and the open one.
+    assert all_.state_bytes - few.state_bytes == 2 * 2 * 16 * 4 * (18 - 6) * 16
+    assert few.ms is not None and few.tokens_per_second == pytest.approx(2e3 / few.ms)
+
+
+def test_the_command_writes_its_rows(tmp_path, monkeypatch, capsys, quick):
+    config = pathlib.Path(tiny.__file__)
+    out = tmp_path / "out.json"
+    arguments = ["--config", str(config), "--forward", "2x32", "--json", str(out)]
+    monkeypatch.setattr(sys, "argv", ["benchmark", *arguments])
+    monkeypatch.setattr(benchmark.commandline, "use_compile_cache", lambda folder: None)
+    assert benchmark.main() == 0
+    (row,) = json.loads(out.read_text())["rows"]
+    assert row["name"] == "tiny" and row["rows"] == 2 and row["tokens"] == 32
+    assert f"{row['ms']:.3f}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("text", ["8", "x", "0x4", "4x-1", "4x4x4"])
+def test_a_shape_that_is_none_is_refused(text, capsys):
+    with pytest.raises(SystemExit) as exited:
+        benchmark.parser().parse_args(["--config", "a", "--train", text])
+    assert exited.value.code == 2 and "--train" in capsys.readouterr().err
