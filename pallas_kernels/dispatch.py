@@ -48,7 +48,6 @@ class Candidate:
 
     run: Callable[..., Any]
     unsupported: Callable[[Any, Target], str | None] = lambda problem, target: None
-    only_by_name: str | None = None  # why `auto` passes over it even where it can run
 
 
 Table = Mapping[str, Candidate]
@@ -83,7 +82,7 @@ def choose(table: Table, implementation: Implementation, problem: Any, target: T
         if name not in table:
             skipped.append((name, "not written yet"))
             continue
-        reason = table[name].unsupported(problem, target) or table[name].only_by_name
+        reason = table[name].unsupported(problem, target)
         if reason is None:
             return Choice(name, tuple(skipped))
         skipped.append((name, reason))

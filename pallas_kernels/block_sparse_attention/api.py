@@ -191,9 +191,5 @@ IMPLEMENTATIONS: Table = {
     "reference": Candidate(reference.block_sparse_attention),
     "xla": Candidate(xla.block_sparse_attention),
     "pallas_tpu": Candidate(pallas_tpu.block_sparse_attention, pallas_tpu.unsupported),
-    "pallas_gpu": Candidate(
-        pallas_gpu.block_sparse_attention,
-        pallas_gpu.unsupported,
-        only_by_name="never run on a GPU yet",
-    ),
+    "pallas_gpu": Candidate(pallas_gpu.block_sparse_attention, pallas_gpu.unsupported),
 }

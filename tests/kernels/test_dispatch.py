@@ -51,13 +51,6 @@ def test_a_forced_implementation_that_cannot_run_raises_its_reason():
         choose(TABLE, "pallas_gpu", 7, H200)
 
 
-def test_a_kernel_on_trial_runs_only_by_name():
-    table = TABLE | {"pallas_gpu": Candidate(run, only_by_name="never run on a GPU yet")}
-    choice = choose(table, "auto", 64, H200)
-    assert choice == dispatch.Choice("xla", (("pallas_gpu", "never run on a GPU yet"),))
-    assert choose(table, "pallas_gpu", 64, H200).name == "pallas_gpu"
-
-
 def test_an_unknown_implementation_names_the_known_ones():
     with pytest.raises(ValueError, match=r"'triton': choose one of .*'pallas_gpu'"):
         choose(TABLE, "triton", 64, H200)
