@@ -13,10 +13,14 @@ os.environ["XLA_FLAGS"] = " ".join(
     ]
 ).strip()
 
+import sys
+
 import hypothesis
 import jax
 import pytest
 import record_status
+
+from jhybrid import commandline
 
 # Commands run inside this process turn the compilation cache on, for every later test too. Unless
 # the developer asked for one, programs are compiled: JAX 0.10.2 crashed reading one for 8 devices.
@@ -41,6 +45,19 @@ def float64():
     """Enables 64-bit types for one test."""
     with jax.enable_x64(True):
         yield
+
+
+@pytest.fixture
+def run_command(monkeypatch, capfd):
+    """Runs the main() of a module in this process: (exit status, stdout, stderr)."""
+
+    def run(module, *arguments):
+        monkeypatch.setattr(sys, "argv", [module.__name__, *map(str, arguments)])
+        with pytest.raises(SystemExit) as stopped:
+            commandline.run(module.main)
+        return stopped.value.code, *capfd.readouterr()
+
+    return run
 
 
 @pytest.fixture

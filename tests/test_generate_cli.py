@@ -1,7 +1,7 @@
 """`python -m jhybrid.generate` from its arguments to what it prints, with a tiny random model."""
 
+import functools
 import json
-import sys
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ import tiny
 from flax import nnx
 from tiny_models import build
 
-from jhybrid import commandline, generate
+from jhybrid import generate
 from jhybrid.checkpoint import write_export
 from jhybrid.parameters import flatten
 
@@ -25,17 +25,8 @@ def checkpoint(tmp_path_factory):
 
 
 @pytest.fixture
-def command(monkeypatch, capfd):
-    """Runs the command in this process: (exit status, stdout, stderr)."""
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["generate", *map(str, arguments)])
-        with pytest.raises(SystemExit) as exit:
-            commandline.run(generate.main)
-        out, err = capfd.readouterr()
-        return exit.value.code, out, err
-
-    return run
+def command(run_command):
+    return functools.partial(run_command, generate)
 
 
 def test_prompts_are_continued_the_same_for_one_seed_in_batches_of_any_size(

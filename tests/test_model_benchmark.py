@@ -2,8 +2,6 @@
 
 import dataclasses
 import json
-import pathlib
-import sys
 
 import jax
 import numpy as np
@@ -81,16 +79,15 @@ def test_what_decoding_holds_grows_with_the_fraction_of_softmax(quick):
     assert few.ms is not None and few.tokens_per_second == pytest.approx(2e3 / few.ms)
 
 
-def test_the_command_writes_its_rows(tmp_path, monkeypatch, capsys, quick):
-    config = pathlib.Path(tiny.__file__)
+def test_the_command_writes_its_rows(run_command, tmp_path, monkeypatch, quick):
     out = tmp_path / "out.json"
-    arguments = ["--config", str(config), "--forward", "2x32", "--json", str(out)]
-    monkeypatch.setattr(sys, "argv", ["benchmark", *arguments])
     monkeypatch.setattr(benchmark.commandline, "use_compile_cache", lambda folder: None)
-    assert benchmark.main() == 0
+    arguments = ("--config", tiny.__file__, "--forward", "2x32", "--json", out)
+    status, shown, _ = run_command(benchmark, *arguments)
+    assert status == 0
     (row,) = json.loads(out.read_text())["rows"]
     assert row["name"] == "tiny" and row["rows"] == 2 and row["tokens"] == 32
-    assert f"{row['ms']:.3f}" in capsys.readouterr().out
+    assert f"{row['ms']:.3f}" in shown
 
 
 @pytest.mark.parametrize("text", ["8", "x", "0x4", "4x-1", "4x4x4"])

@@ -1,9 +1,9 @@
 """The routing report: its numbers are the model's decisions, its page is whole, safe and alone."""
 
+import functools
 import html.parser
 import json
 import re
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ import tiny
 from flax import nnx
 from tiny_models import build
 
-from jhybrid import commandline, routing_report
+from jhybrid import routing_report
 from jhybrid.checkpoint import write_export
 from jhybrid.data import load_tokenizer
 from jhybrid.mixers import Context
@@ -61,15 +61,8 @@ def checkpoint(tmp_path_factory):
 
 
 @pytest.fixture
-def command(monkeypatch, capfd):
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["routing_report", *map(str, arguments)])
-        with pytest.raises(SystemExit) as exit:
-            commandline.run(routing_report.main)
-        out, err = capfd.readouterr()
-        return exit.value.code, out, err
-
-    return run
+def command(run_command):
+    return functools.partial(run_command, routing_report)
 
 
 def test_the_report_shows_the_decisions_of_the_model_over_the_text(command, checkpoint, tmp_path):

@@ -1,7 +1,7 @@
 """Finding the bias that keeps a fraction of chunks, and its table, with a tiny random model."""
 
+import functools
 import json
-import sys
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ import tiny
 from flax import nnx
 from tiny_models import build
 
-from jhybrid import commandline, softmax_budget
+from jhybrid import softmax_budget
 from jhybrid.checkpoint import write_export
 from jhybrid.config import SoftmaxBudget
 from jhybrid.errors import UserError
@@ -37,15 +37,8 @@ def test_the_bias_found_keeps_as_much_as_allowed_and_was_measured():
 
 
 @pytest.fixture
-def command(monkeypatch, capfd):
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["softmax_budget", *map(str, arguments)])
-        with pytest.raises(SystemExit) as exit:
-            commandline.run(softmax_budget.main)
-        out, err = capfd.readouterr()
-        return exit.value.code, out, err
-
-    return run
+def command(run_command):
+    return functools.partial(run_command, softmax_budget)
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,6 @@
 """Runs of train.py inside this process: logs, resuming, giving up, dry runs and bad input."""
 
 import json
-import sys
 
 import numpy as np
 import plain
@@ -9,7 +8,6 @@ import pytest
 import tiny
 
 import train
-from jhybrid import commandline
 from jhybrid.checkpoint import load_model
 from jhybrid.model import parameter_count
 from jhybrid.training.metrics import MetricsWriter, collapsed_routing
@@ -17,17 +15,12 @@ from jhybrid.training.progress import duration
 
 
 @pytest.fixture
-def run_train(monkeypatch, capfd, quick_compile):
+def run_train(monkeypatch, run_command, quick_compile):
     """run_train(*arguments, config=plain) -> (exit code, stdout, stderr) of train.py."""
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "kept out of the home directory")
 
     def run(*arguments, config=plain):
-        argv = ["train.py", "--config", config.__file__, *map(str, arguments)]
-        monkeypatch.setattr(sys, "argv", argv)
-        with pytest.raises(SystemExit) as exited:
-            commandline.run(train.main)
-        out, err = capfd.readouterr()
-        return exited.value.code, out, err
+        return run_command(train, "--config", config.__file__, *arguments)
 
     return run
 

@@ -6,15 +6,15 @@ import jax
 from flax import nnx
 
 from jhybrid.config import ModelConfig
-from jhybrid.layers import Linear, LowRank, RMSNorm
+from jhybrid.layers import LowRank
 from jhybrid.mixers.context import Context, Report
-from jhybrid.mixers.recurrent import RecurrentState, empty_state, gated_norm, recur, split_heads
+from jhybrid.mixers.recurrent import GatedHeads, RecurrentState, recur, split_heads
 from jhybrid.recurrent_config import GLAConfig
 from pallas_kernels import gated_linear_attention
 from pallas_kernels.array_types import Array, Float
 
 
-class GLA(nnx.Module):
+class GLA(GatedHeads):
     """S_t = Diag(e^g_t) S_{t-1} + k_t v_t^T, read as S_t^T q_t / sqrt(K).
 
     arXiv 2312.06635. g = log sigmoid(W_2 W_1 x + b) / divisor, in fp32. Each head's read is
@@ -22,34 +22,24 @@ class GLA(nnx.Module):
     """
 
     def __init__(self, config: GLAConfig, model: ModelConfig, *, rngs: nnx.Rngs):
-        dtypes = {"dtype": model.compute_dtype, "param_dtype": model.param_dtype}
-        linear = partial(Linear, rngs=rngs, **dtypes)
-        low_rank = partial(LowRank, rngs=rngs, **dtypes)
-        keys, values = (config.num_heads * n for n in (config.key_dim, config.value_dim))
-        self.config = config
-        self.model = model
-        self.q_proj = linear(model.dim, keys, axes=("embed", "heads"))
-        self.k_proj = linear(model.dim, keys, axes=("embed", "heads"))
-        self.v_proj = linear(model.dim, values, axes=("embed", "heads"))
-        self.decay = low_rank(model.dim, config.gate_rank, keys, bias=True, wide=True)
-        self.g_proj = linear(model.dim, values, axes=("embed", "heads"))
-        self.o_norm = RMSNorm(config.value_dim, eps=model.norm_eps, param_dtype=model.param_dtype)
-        self.o_proj = linear(values, model.dim, axes=("heads", "embed"))
-
-    def initial_state(self, batch: int, max_length: int) -> RecurrentState:
-        shape = (self.config.num_heads, self.config.key_dim, self.config.value_dim)
-        return empty_state(batch, shape, self.model)
+        super().__init__(config, model, rngs=rngs)
+        self.decay = LowRank(
+            model.dim,
+            config.gate_rank,
+            config.num_heads * config.key_dim,
+            bias=True,
+            wide=True,
+            dtype=model.compute_dtype,
+            param_dtype=model.param_dtype,
+            rngs=rngs,
+        )
 
     def __call__(
         self, x: Float[Array, "B T D"], state: RecurrentState | None, context: Context
     ) -> tuple[Float[Array, "B T D"], RecurrentState | None, Report]:
-        projected = {
-            "q": self.q_proj(x),
-            "k": self.k_proj(x),
-            "v": self.v_proj(x),
-            "g": jax.nn.log_sigmoid(self.decay(x)) / self.config.gate_divisor,
-        }
-        arguments = {n: split_heads(a, self.config.num_heads) for n, a in projected.items()}
+        q, k, v = self.project(x)
+        g = jax.nn.log_sigmoid(self.decay(x)) / self.config.gate_divisor
+        arguments = {"q": q, "k": k, "v": v, "g": split_heads(g, self.config.num_heads)}
         op = partial(gated_linear_attention, implementation=self.model.implementation)
         o, state = recur(op, arguments, state, context)
-        return self.o_proj(gated_norm(o, self.o_norm, self.g_proj(x))), state, {}
+        return self.leave(o, x), state, {}

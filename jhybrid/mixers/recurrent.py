@@ -6,9 +6,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from jhybrid.config import ModelConfig
-from jhybrid.layers import RMSNorm, rms_normalise, upcast
+from jhybrid.layers import Linear, RMSNorm, rms_normalise, upcast
 from jhybrid.mixers.context import Context
 from jhybrid.sharding import shard_op
 from pallas_kernels.array_types import Array, Float, Int
@@ -67,6 +68,44 @@ def recur(
     if state is not None:
         state = RecurrentState(state.length + context.counts(), tails, memory)
     return o, state
+
+
+class GatedHeads(nnx.Module):
+    """Projections to q, k, v and an output gate, heads with a memory [K, V], and the way out.
+
+    y = W_o (RMSNorm(o) * activation(W_g x)), the norm by head. What o is, subclasses say.
+    """
+
+    def __init__(self, config: Any, model: ModelConfig, *, rngs: nnx.Rngs):
+        linear = partial(
+            Linear, dtype=model.compute_dtype, param_dtype=model.param_dtype, rngs=rngs
+        )
+        keys, values = (config.num_heads * n for n in (config.key_dim, config.value_dim))
+        self.config = config
+        self.model = model
+        self.q_proj = linear(model.dim, keys, axes=("embed", "heads"))
+        self.k_proj = linear(model.dim, keys, axes=("embed", "heads"))
+        self.v_proj = linear(model.dim, values, axes=("embed", "heads"))
+        self.g_proj = linear(model.dim, values, axes=("embed", "heads"))
+        self.o_norm = RMSNorm(config.value_dim, eps=model.norm_eps, param_dtype=model.param_dtype)
+        self.o_proj = linear(values, model.dim, axes=("heads", "embed"))
+
+    def initial_state(self, batch: int, max_length: int) -> RecurrentState:
+        shape = (self.config.num_heads, self.config.key_dim, self.config.value_dim)
+        return empty_state(batch, shape, self.model)
+
+    def project(self, x: Float[Array, "B T D"]) -> tuple[Array, Array, Array]:
+        """q, k [B, T, H, K] and v [B, T, H, V]."""
+        heads = partial(split_heads, heads=self.config.num_heads)
+        return heads(self.q_proj(x)), heads(self.k_proj(x)), heads(self.v_proj(x))
+
+    def leave(
+        self,
+        o: Float[Array, "B T H V"],
+        x: Float[Array, "B T D"],
+        activation: Callable[[Array], Array] = jax.nn.silu,
+    ) -> Float[Array, "B T D"]:
+        return self.o_proj(gated_norm(o, self.o_norm, self.g_proj(x), activation))
 
 
 def gated_norm(
