@@ -7,6 +7,7 @@ here. Softmax heads come in groups of R = Ha / H that share one routing head.
 import jax
 import jax.numpy as jnp
 
+from jhybrid.layers import rms_normalise, upcast
 from jhybrid.mixers import head_cache
 from jhybrid.mixers.chunk_memory import Writes
 from pallas_kernels import (
@@ -210,6 +211,25 @@ def attend_open(
         **kernel,
     )
     return o, keys, values
+
+
+def fuse(
+    read: Float[Array, "B T Ha V"],
+    seen: Float[Array, "B T Ha V"],
+    weights: Float[Array, "B T Ha 2"] | None,
+    gate: Float[Array, "B T Ha*V"],
+    read_weight: Float[Array, "V"],
+    seen_weight: Float[Array, "V"],
+    eps: float,
+) -> Float[Array, "B T Ha*V"]:
+    """silu(gate) * (w_0 RMSNorm(read) + w_1 RMSNorm(seen)), in fp32 and returned so.
+
+    XLA makes one pass over memory of it; docs/experiments.md has its bandwidth.
+    """
+    read, seen = rms_normalise(read, read_weight, eps), rms_normalise(seen, seen_weight, eps)
+    if weights is not None:
+        read, seen = weights[..., :1] * read, weights[..., 1:] * seen
+    return (jax.nn.silu(upcast(gate)).reshape(read.shape) * (read + seen)).reshape(gate.shape)
 
 
 def merge(

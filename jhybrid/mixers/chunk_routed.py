@@ -15,7 +15,7 @@ from flax import nnx
 
 from jhybrid import routing
 from jhybrid.config import ChunkRoutedConfig, ModelConfig
-from jhybrid.layers import Linear, RMSNorm, l2_normalise, normal, rms_normalise, rotate, upcast
+from jhybrid.layers import Linear, RMSNorm, l2_normalise, normal, rotate, upcast
 from jhybrid.mixers import chunk_ops
 from jhybrid.mixers.chunk_memory import Writes, build_memory
 from jhybrid.mixers.context import Context, Report
@@ -84,6 +84,7 @@ class ChunkRouted(nnx.Module):
         self.dim = model.dim
         self.dtype = model.compute_dtype
         self.implementation = model.implementation
+        self.norm_eps = model.norm_eps
         self.inputs = build_memory(config, model, rngs=rngs)
         score = normal(rngs, (model.dim, 2 * H), model.param_dtype)  # channel 2h + operation
         self.score_weight = nnx.Param(score, axes=("embed", None))
@@ -384,16 +385,10 @@ class ChunkRouted(nnx.Module):
     def _fuse(
         self, x: Array, weights: Array | None, read: Array, seen: Array
     ) -> Float[Array, "B T D"]:
-        """Joins what was read from the memory and seen by softmax; fp32 until the projection."""
-
-        def normalised(o: Array, norm: RMSNorm) -> Array:
-            return rms_normalise(o.reshape(seen.shape), norm.weight[...], norm.eps)
-
-        read, seen = normalised(read, self.memory_norm), normalised(seen, self.softmax_norm)
-        if weights is not None:
-            read, seen = weights[..., :1] * read, weights[..., 1:] * seen
-        gate = jax.nn.silu(upcast(self.g_proj(x))).reshape(read.shape)
-        return self.o_proj((gate * (read + seen)).reshape(*x.shape[:2], -1))
+        weight = (self.memory_norm.weight[...], self.softmax_norm.weight[...])
+        gate = self.g_proj(x)
+        y = chunk_ops.fuse(read.reshape(seen.shape), seen, weights, gate, *weight, self.norm_eps)
+        return self.o_proj(y)
 
 
 def _room(state: ChunkRoutedState) -> Int[Array, "B H"]:
