@@ -1,6 +1,7 @@
 """Fixtures and set-up of the whole suite: eight simulated CPU devices, keys, float64, GPU skips."""
 
 import os
+import pathlib
 
 # Before JAX is imported: the sharding tests need several devices on a machine without any, and with
 # XLA's YNNPACK fusions about one compilation in thirty of a float64 mixer returns zeros, on the
@@ -32,6 +33,19 @@ hypothesis.settings.register_profile(
     "suite", max_examples=25, deadline=None, derandomize=True, database=None
 )
 hypothesis.settings.load_profile("suite")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_memory_maps():
+    """Forgets compiled programs before they are too many for the kernel.
+
+    Each takes several memory maps of its process, and at 65,530 of them (Linux's vm.max_map_count)
+    the next compilation crashes. Between files, because tests of one file share programs.
+    """
+    yield
+    maps = pathlib.Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > 15_000:
+        jax.clear_caches()
 
 
 @pytest.fixture
