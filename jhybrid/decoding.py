@@ -154,11 +154,11 @@ def prefill(
     lengths: Int[Array, "B"],
     state: tuple[State, ...],
     piece: int,
-    routes: Bool[Array, "B N H"] | None = None,
+    routes: Bool[Array, "*L B N H"] | None = None,
 ) -> tuple[Float[Array, "B D"], tuple[State, ...]]:
     """The hidden vector of each prompt's last token and the state after it, `piece` by `piece`.
 
-    `routes` are decisions for every routed block, by chunk of the whole prompt.
+    `routes` are decisions by chunk of the whole prompt, for every routed block or by block.
     """
     B, T = tokens.shape
     pieces = -(-T // piece)

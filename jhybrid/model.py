@@ -24,7 +24,7 @@ from jhybrid.layers import LayerNorm, RMSNorm, SwiGLU, normal
 from jhybrid.mixers import Context, Report, State, build_mixer
 from jhybrid.parameters import flatten, matrix_paths
 from jhybrid.sharding import OP_OUTPUT, constrain
-from pallas_kernels.array_types import Array, Float, Int
+from pallas_kernels.array_types import Array, Bool, Float, Int
 
 NORMS = {"rms": RMSNorm, "layer": LayerNorm}
 CHANNEL_MIXERS = {SwiGLUConfig: SwiGLU}
@@ -192,6 +192,7 @@ class HybridLM(nnx.Module):
                 own = dataclasses.replace(
                     context,
                     rng=None if context.rng is None else jax.random.fold_in(context.rng, index),
+                    routes=_routes_of(context, index),
                     depth=jnp.asarray(index / len(self.config.blocks), jnp.float32),
                     lower_bound=None if bounds is None else bounds[index],
                 )
@@ -219,6 +220,12 @@ class HybridLM(nnx.Module):
             after += new_states
             reports += new_reports
         return x, after, reports
+
+
+def _routes_of(context: Context, block: int | Int[Array, ""]) -> Bool[Array, "B N H"] | None:
+    """One block's decisions, where they are given by block; those of all blocks otherwise."""
+    routes = context.routes
+    return routes if routes is None or routes.ndim == 3 else routes[block]
 
 
 def rising_bounds(logits: Float[Array, "L F"]) -> Float[Array, "L F"]:

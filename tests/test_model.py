@@ -239,6 +239,18 @@ def test_reports_come_out_for_each_routed_block_under_its_own_number():
     assert not np.allclose(values[0], values[1])
 
 
+@pytest.mark.parametrize("scan_blocks", [True, False])
+def test_routes_by_block_reach_each_block(scan_blocks):
+    model = build(tiny(ROUTED, ROUTED, LINEAR, ROUTED, scan_blocks=scan_blocks))
+    text = tokens(2, 24)
+    routes = np.random.default_rng(0).random((4, 2, 3, 2)) < 0.5
+    place = jnp.broadcast_to(jnp.arange(24), text.shape)
+    reports = model(text, Context(positions=place, routes=jnp.asarray(routes))).reports
+    for block in (0, 1, 3):
+        found = np.asarray(reports[f"blocks.{block}"]["decisions"])
+        np.testing.assert_array_equal(found, routes[block])
+
+
 def test_bf16_compute_keeps_fp32_parameters_and_logits():
     model = build(tiny(LINEAR, SOFTMAX, compute_dtype="bfloat16"))
     text = tokens(2, 16)

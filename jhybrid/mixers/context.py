@@ -44,7 +44,8 @@ class Context:
     rng: Array | None = None  # key of stochastic routing; without it routing is deterministic
     temperature: Float[Array, ""] | None = None  # of the router's softmax
     softmax_bias: Float[Array, ""] | None = None  # of every router; None: as configured
-    routes: Bool[Array, "B N H"] | None = None  # decisions of this mixer, by chunk of the row
+    # decisions by chunk of the row; a model also takes them by block: [L, B, N, H]
+    routes: Bool[Array, "B N H"] | None = None
     depth: Float[Array, ""] | None = None  # blocks below this one, over all blocks
     lower_bound: Float[Array, "F"] | None = None  # of this mixer's forget gates, in [0, 1)
 
