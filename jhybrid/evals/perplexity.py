@@ -10,6 +10,7 @@ first is predicted exactly once at every L, which makes the rows comparable:
 End-of-text tokens are read but not scored: they stand for no bytes.
 """
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -41,18 +42,21 @@ def windows(
 
 def scorer(model: HybridLM) -> LogLikelihoods:
     """(inputs [B, L], targets [B, L]) -> log p(target) [B, L], 0 where the target is negative."""
-    graphdef, state = nnx.split(model)
+    graphdef, weights = nnx.split(model)
+    return lambda inputs, targets: np.asarray(_score(graphdef, weights, inputs, targets))
 
-    @jax.jit
-    def score(
-        state: Any, inputs: Int[jax.Array, "B L"], targets: Int[jax.Array, "B L"]
-    ) -> Float[jax.Array, "B L"]:
-        model = nnx.merge(graphdef, state)
-        positions = jnp.broadcast_to(jnp.arange(inputs.shape[1]), inputs.shape)
-        hidden = model(inputs, Context(positions=positions)).hidden
-        return token_log_likelihoods(model, hidden, targets)
 
-    return lambda inputs, targets: np.asarray(score(state, inputs, targets))
+@functools.partial(jax.jit, static_argnums=0)  # models of one config share a program
+def _score(
+    graphdef: nnx.GraphDef,
+    weights: Any,
+    inputs: Int[jax.Array, "B L"],
+    targets: Int[jax.Array, "B L"],
+) -> Float[jax.Array, "B L"]:
+    model = nnx.merge(graphdef, weights)
+    positions = jnp.broadcast_to(jnp.arange(inputs.shape[1]), inputs.shape)
+    hidden = model(inputs, Context(positions=positions)).hidden
+    return token_log_likelihoods(model, hidden, targets)
 
 
 def perplexity(

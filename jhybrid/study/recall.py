@@ -1,0 +1,131 @@
+"""Accuracy of recall by document length and by the distance from what is asked for.
+
+An answer counts when the model's likeliest token is right at every token of it, given the right
+ones before: what greedy decoding would have to get right from the start.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jhybrid.config import AssociativeRecall
+from jhybrid.data import Tokenizer
+from jhybrid.data.needle import NeedleTask
+from jhybrid.data.recall import TASK_TOKENS
+from jhybrid.mixers import Context
+from jhybrid.model import HybridLM
+from jhybrid.study.batches import recall_document
+from jhybrid.study.plan import RecallMeasure
+from pallas_kernels.array_types import Array, Bool, Int
+
+SEED = 20_250_709  # of held-out documents, the same for every run
+BATCH_TOKENS = 1 << 16
+PLACES = 64  # of answers, or a multiple: measures of one length share a program
+
+
+class Questions(NamedTuple):
+    """Documents with Q answers each. `at` are the places read; an answer may take several."""
+
+    tokens: Int[np.ndarray, "B T"]
+    at: Int[np.ndarray, "B N"]
+    answers: Int[np.ndarray, "B N"]  # the right token at each of these places; -1: none
+    question: Int[np.ndarray, "B N"]  # which of the document's questions the place belongs to
+    distances: Int[np.ndarray, "B Q"]  # tokens from what is asked for to the answer
+
+
+def measure(model: HybridLM, of: RecallMeasure, tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    """Rows of length, distance from (included) and to (excluded), questions, right answers."""
+    return [row for length in of.lengths for row in _measure_at(model, of, length, tokenizer)]
+
+
+def _measure_at(
+    model: HybridLM, of: RecallMeasure, length: int, tokenizer: Tokenizer
+) -> Iterator[dict[str, Any]]:
+    questions = held_out(of, length, tokenizer)
+    graphdef, weights = nnx.split(model)
+    rows = min(max(1, BATCH_TOKENS // length), len(questions.tokens))
+    right = []
+    for start in range(0, len(questions.tokens), rows):
+        part = np.minimum(np.arange(start, start + rows), len(questions.tokens) - 1)
+        tokens, at, answers = (x[part] for x in questions[:3])
+        unused = ((0, 0), (0, -at.shape[1] % PLACES))
+        at = np.pad(at, unused)
+        answers = np.pad(answers, unused, constant_values=-1)
+        right.append(np.asarray(_right(graphdef, weights, tokens, at, answers)))
+    places = np.concatenate(right)[: len(questions.tokens), : questions.at.shape[1]]
+    answered = np.ones(questions.distances.shape, bool)
+    document = np.broadcast_to(np.arange(len(places))[:, None], places.shape)
+    np.logical_and.at(answered, (document, questions.question), places)
+    exponents = np.floor(np.log2(np.maximum(questions.distances, 1))).astype(int)
+    for exponent in np.unique(exponents):
+        chosen = exponents == exponent
+        yield {
+            "task": type(of.task).__name__,
+            "length": length,
+            "distance_from": 2 ** int(exponent),
+            "distance_to": 2 ** (int(exponent) + 1),
+            "questions": int(chosen.sum()),
+            "right": int(answered[chosen].sum()),
+        }
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _right(
+    graphdef: nnx.GraphDef,
+    weights: Any,
+    tokens: Int[Array, "B T"],
+    at: Int[Array, "B N"],
+    answers: Int[Array, "B N"],
+) -> Bool[Array, "B N"]:
+    """Whether the likeliest token at each place is the answer; True where there is none."""
+    model = nnx.merge(graphdef, weights)
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    hidden = model(tokens, Context(positions=positions)).hidden
+    hidden = jnp.take_along_axis(hidden, at[..., None], 1)
+
+    def likeliest(hidden: Array) -> Array:  # of one document, to hold few logits at once
+        return jnp.argmax(model.logits(hidden), -1)
+
+    return (answers < 0) | (jax.lax.map(likeliest, hidden) == answers)
+
+
+def held_out(of: RecallMeasure, length: int, tokenizer: Tokenizer) -> Questions:
+    """The documents of a measure at one length, the same at every call."""
+    task: Any = dataclasses.replace(of.task, length=length)
+    if isinstance(task, AssociativeRecall):
+        vocabulary = jnp.asarray(tokenizer.ordinary_ids[:TASK_TOKENS], jnp.int32)
+        keys = jax.random.split(jax.random.key(SEED), of.documents)
+        draw = jax.jit(jax.vmap(lambda key: recall_document(key, vocabulary, task)))
+        found = jax.tree.map(np.asarray, draw(keys))
+        at = found["queries"]
+        answers = np.take_along_axis(found["targets"], at, 1)
+        question = np.broadcast_to(np.arange(at.shape[1]), at.shape)
+        return Questions(found["tokens"], at, answers, question, found["distances"])
+    needles = NeedleTask(dataclasses.replace(task, answer_only=True), tokenizer, "validation")
+    examples = [needles.example(np.random.default_rng((SEED, i))) for i in range(of.documents)]
+    tokens = np.full((of.documents, length), tokenizer.eos, np.int32)
+    places = max(int((example.targets >= 0).sum()) for example in examples)
+    at, answers = np.zeros((of.documents, places), int), np.full((of.documents, places), -1)
+    distances = np.zeros((of.documents, 1), int)
+    for i, example in enumerate(examples):
+        tokens[i, : len(example.tokens)] = example.tokens
+        asked = np.flatnonzero(example.targets >= 0)
+        at[i, : len(asked)], answers[i, : len(asked)] = asked, example.targets[asked]
+        distances[i] = asked[0] - _needle(example.tokens[: asked[0]], example.targets[asked])
+    return Questions(tokens, at, answers, np.zeros_like(at), distances)
+
+
+def _needle(context: Int[np.ndarray, "n"], answer: Int[np.ndarray, "m"]) -> int:
+    """Where the answer begins in the text: the last place that spells all of it but its end.
+
+    The answer's last two tokens are the full stop and end-of-text.
+    """
+    value = answer[:-2]
+    windows = np.lib.stride_tricks.sliding_window_view(context, len(value))
+    return int(np.flatnonzero((windows == value).all(1))[-1])
