@@ -41,27 +41,30 @@ class Questions(NamedTuple):
 
 def measure(model: HybridLM, of: RecallMeasure, tokenizer: Tokenizer) -> list[dict[str, Any]]:
     """Rows of length, distance from (included) and to (excluded), questions, right answers."""
-    return [row for length in of.lengths for row in _measure_at(model, of, length, tokenizer)]
+    rows = []
+    for length in of.lengths:
+        rows += count(model, of, length, held_out(of, length, tokenizer))
+    return rows
 
 
-def _measure_at(
-    model: HybridLM, of: RecallMeasure, length: int, tokenizer: Tokenizer
+def count(
+    model: HybridLM, of: RecallMeasure, length: int, questions: Questions
 ) -> Iterator[dict[str, Any]]:
-    questions = held_out(of, length, tokenizer)
+    """One row per power of two that the distances of `questions` reach."""
     graphdef, weights = nnx.split(model)
-    rows = min(max(1, BATCH_TOKENS // length), len(questions.tokens))
+    documents = len(questions.tokens)
+    rows = min(max(1, BATCH_TOKENS // length), documents)
+    unused = ((0, 0), (0, -questions.at.shape[1] % PLACES))
+    at = np.pad(questions.at, unused)
+    answers = np.pad(questions.answers, unused, constant_values=-1)
     right = []
-    for start in range(0, len(questions.tokens), rows):
-        part = np.minimum(np.arange(start, start + rows), len(questions.tokens) - 1)
-        tokens, at, answers = (x[part] for x in questions[:3])
-        unused = ((0, 0), (0, -at.shape[1] % PLACES))
-        at = np.pad(at, unused)
-        answers = np.pad(answers, unused, constant_values=-1)
-        right.append(np.asarray(_right(graphdef, weights, tokens, at, answers)))
-    places = np.concatenate(right)[: len(questions.tokens), : questions.at.shape[1]]
-    answered = np.ones(questions.distances.shape, bool)
-    document = np.broadcast_to(np.arange(len(places))[:, None], places.shape)
-    np.logical_and.at(answered, (document, questions.question), places)
+    for start in range(0, documents, rows):
+        # The last batch repeats its last document, so that one shape is compiled.
+        part = np.minimum(np.arange(start, start + rows), documents - 1)
+        batch = (questions.tokens[part], at[part], answers[part])
+        right.append(np.asarray(_right(graphdef, weights, *batch)))
+    places = np.concatenate(right)[:documents, : questions.at.shape[1]]
+    correct = answered(places, questions.question, questions.distances.shape[1])
     exponents = np.floor(np.log2(np.maximum(questions.distances, 1))).astype(int)
     for exponent in np.unique(exponents):
         chosen = exponents == exponent
@@ -71,8 +74,18 @@ def _measure_at(
             "distance_from": 2 ** int(exponent),
             "distance_to": 2 ** (int(exponent) + 1),
             "questions": int(chosen.sum()),
-            "right": int(answered[chosen].sum()),
+            "right": int(correct[chosen].sum()),
         }
+
+
+def answered(
+    places: Bool[np.ndarray, "B N"], question: Int[np.ndarray, "B N"], questions: int
+) -> Bool[np.ndarray, "B Q"]:
+    """Whether every place of a question is right."""
+    found = np.ones((len(places), questions), bool)
+    document = np.broadcast_to(np.arange(len(places))[:, None], places.shape)
+    np.logical_and.at(found, (document, question), places)
+    return found
 
 
 @functools.partial(jax.jit, static_argnums=0)
