@@ -9,7 +9,8 @@ and the compiled memory of forward+backward at T, 2T and 4T. An implementation t
 enough is not timed.
 
 With `--peers` also the kernels of the op's `gpu_peers.py`, checked on what they compute, and with
-`--parts` the op's own kernels one by one, in every shape of its `gpu_parts.py`.
+`--parts` the op's own kernels one by one, in every shape of its `gpu_parts.py`. Cases of a step
+whose output replaces an argument (`carried`) are timed per step of a loop.
 
 Times are host clock over back-to-back calls of a compiled function, synchronised once per batch, so
 they include launch gaps; the median is over batches.
@@ -35,10 +36,14 @@ from pallas_kernels import dispatch
 
 OPS = (
     "gated_delta_rule",
+    "gated_delta_step",
     "gated_linear_attention",
     "simple_linear_attention",
     "block_sparse_attention",
 )
+
+
+_STEPS = 64  # of a case that carries a state, in one timed call
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -70,6 +75,24 @@ class Bound:
 
         self.forward = jax.jit(forward)
         self.forward_backward = jax.jit(forward_backward)
+
+
+def forward_ms(bound: Bound, case, arguments, integers) -> float:
+    """`median_ms` of the forward pass; of one of `_STEPS` steps, where the case carries a state."""
+    carried = getattr(case, "carried", None)
+    if carried is None:
+        return median_ms(lambda: bound.forward(arguments, integers))
+
+    def steps(arguments):
+        def step(_, carry):
+            *outputs, state = bound.forward({**arguments, carried: carry[1]}, integers)
+            return outputs, state
+
+        *outputs, state = bound.forward(arguments, integers)
+        return jax.lax.fori_loop(1, _STEPS, step, (outputs, state))
+
+    loop = jax.jit(steps)
+    return median_ms(lambda: loop(arguments)) / _STEPS
 
 
 def peak_bytes(op: Callable, case, dtype: str, implementation: str) -> int:
@@ -150,7 +173,7 @@ def measure(op, case, dtype, implementation, accepted, *, gate_tokens, memory) -
     return dataclasses.replace(
         row,
         peak_bytes=tuple(peaks),
-        forward_ms=median_ms(lambda: bound.forward(arguments, integers)),
+        forward_ms=forward_ms(bound, case, arguments, integers),
         forward_backward_ms=median_ms(
             lambda: bound.forward_backward(arguments, integers, cotangents)
         ),
@@ -158,9 +181,15 @@ def measure(op, case, dtype, implementation, accepted, *, gate_tokens, memory) -
 
 
 def rates(case, dtype: str, row: Row) -> Row:
-    """The row with TFLOP/s beside its times in the note, for cases that count their work."""
+    """The row with its rates in the note, for cases that count their work: GB/s of a step that
+    carries a state, which memory bounds, TFLOP/s of both passes of others."""
     if row.forward_ms is None or not hasattr(case, "work"):
         return row
+    if hasattr(case, "carried"):
+        moved = case.work(dtype, False).bytes / row.forward_ms / 1e6
+        return dataclasses.replace(
+            row, note=" ".join(filter(None, (f"{moved:.0f} GB/s", row.note)))
+        )
     times = ((row.forward_ms, False), (row.forward_backward_ms, True))
     found = [
         f"{case.work(dtype, backward).flops / ms / 1e9:.0f}"
@@ -185,15 +214,16 @@ def measure_peer(name: str, peers, case, dtype: str, gate_tokens: int) -> Row:
     if not ratio <= 1e-2:
         return dataclasses.replace(row, note="not close to its reference")
     arguments, _, (do, *_) = case.draw(jax.random.key(0), dtype)
-    backward = peer.forward_backward
-    if backward is not None:
-        backward = median_ms(lambda: peer.forward_backward(arguments, do))
-    return dataclasses.replace(
-        row,
-        forward_ms=median_ms(lambda: peer.forward(arguments)),
-        forward_backward_ms=backward,
-        note="computes every causal pair",
-    )
+    forward = median_ms(lambda: peer.forward(arguments))
+    row = dataclasses.replace(row, forward_ms=forward, note=peers.NOTE)
+    if peer.forward_backward is None:
+        return row
+
+    def with_backward():
+        both = median_ms(lambda: peer.forward_backward(arguments, do))
+        return dataclasses.replace(row, forward_backward_ms=both)
+
+    return or_reason(row, with_backward)
 
 
 def measure_parts(parts, case, dtype: str) -> list[Row]:

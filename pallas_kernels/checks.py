@@ -39,8 +39,8 @@ def check_recurrence(
 
     `arguments` holds q, k, v and g first, then the others by name, None where one is left out;
     `shapes` the letters of each, as "B T H V". The letters get their sizes from q [B, T, Hk, K] and
-    v [B, T, H, V]; N is the number of chunks. segment_ids are integers, write_mask may be boolean,
-    all others are floating.
+    v [B, T, H, V], T is 1 where they have none, and N is the number of chunks. segment_ids are
+    integers, write_mask may be boolean, all others are floating.
     """
     given = {name: x for name, x in arguments.items() if x is not None}
     for name, x in given.items():
@@ -54,11 +54,12 @@ def check_recurrence(
         if given[name].dtype != q.dtype:
             raise TypeError(f"{name} has dtype {given[name].dtype}, q has {q.dtype}; use one")
     for name in ("q", "v"):
-        if given[name].ndim != 4:
-            letters = ", ".join(shapes[name].split())
-            raise ValueError(f"{name} has {given[name].ndim} axes; it must be 4: [{letters}]")
-    sizes = dict(zip(shapes["q"].split(), q.shape, strict=True))
-    sizes |= dict(zip(shapes["v"].split()[2:], v.shape[2:], strict=True))
+        letters = shapes[name].split()
+        if given[name].ndim != len(letters):
+            wanted = f"{len(letters)}: [{', '.join(letters)}]"
+            raise ValueError(f"{name} has {given[name].ndim} axes; it must be {wanted}")
+    sizes = dict(zip(shapes["v"].split(), v.shape, strict=True))
+    sizes |= dict(zip(shapes["q"].split(), q.shape, strict=True))
     if not isinstance(chunk_size, int) or chunk_size < 1:
         raise ValueError(f"chunk_size is {chunk_size!r}; it must be an integer >= 1")
     for letter, size in sizes.items():
@@ -67,7 +68,7 @@ def check_recurrence(
     Hk, H = sizes.setdefault("Hk", sizes["H"]), sizes["H"]
     if H % Hk:
         raise ValueError(f"v has {H} heads, q and k have {Hk}; {H} is not a multiple of {Hk}")
-    sizes["N"] = cdiv(sizes["T"], chunk_size)
+    sizes["N"] = cdiv(sizes.setdefault("T", 1), chunk_size)
     for name, x in given.items():
         expected = tuple(sizes[letter] for letter in shapes[name].split())
         if x.shape != expected:

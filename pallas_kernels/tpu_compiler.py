@@ -77,11 +77,13 @@ def dump_to(folder: str | Path) -> None:
     os.environ["LIBTPU_INIT_ARGS"] = f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {flags}".strip()
 
 
-def compile_for(chip: str, function: Callable, *arguments: Any) -> tuple[Any, Any]:
+def compile_for(
+    chip: str, function: Callable, *arguments: Any, donate: tuple[int, ...] = ()
+) -> tuple[Any, Any]:
     """(jaxpr, compiled) of jitted `function` for one core of `chip`, a name of `CHIPS`.
 
-    `arguments` are trees of arrays or shapes. While tracing, `jax.default_backend` answers "tpu":
-    packages ask it whether to interpret their kernels.
+    `arguments` are trees of arrays or shapes, those at `donate` given away. While tracing,
+    `jax.default_backend` answers "tpu": packages ask it whether to interpret their kernels.
     """
     device = topology_devices(CHIPS[chip].topology)[0]
     mesh = jax.sharding.Mesh(np.array([device]), ("chip",))
@@ -90,7 +92,7 @@ def compile_for(chip: str, function: Callable, *arguments: Any) -> tuple[Any, An
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments
     )
     with jax.set_mesh(mesh), _default_backend("tpu"), no_compilation_cache():
-        traced = jax.jit(function).trace(*shapes)
+        traced = jax.jit(function, donate_argnums=donate).trace(*shapes)
         return traced.jaxpr, traced.lower(lowering_platforms=("tpu",)).compile()
 
 

@@ -14,6 +14,7 @@ from pallas_kernels import (
     BlockMask,
     block_sparse_attention,
     gated_delta_rule,
+    gated_delta_step,
     simple_linear_attention,
 )
 from pallas_kernels.array_types import Array, Bool, Float, Int
@@ -42,6 +43,22 @@ def remember(
         )
     kernel |= {"write_mask": write_mask, "segment_ids": segment_ids, "chunk_size": chunk_size}
     return _recurrence(q, k, writes, memory, kernel)
+
+
+def remember_token(
+    q: Float[Array, "B 1 H K"],
+    k: Float[Array, "B 1 H K"],
+    writes: Writes,
+    memory: Float[Array, "B H K V"],
+    **kernel,
+) -> tuple[Float[Array, "B 1 H V"], Float[Array, "B H K V"]]:
+    """`remember` of one token of the open chunk, whose write is kept until the chunk is decided."""
+    v, g, beta = writes
+    if beta is None:
+        return _recurrence(q, k, writes, memory, kernel)
+    q, k, v, g, beta = (x[:, 0] for x in (q, k, v, g, beta))
+    o, memory = gated_delta_step(q, k, v, g, beta, memory, **kernel)
+    return o[:, None], memory
 
 
 def _recurrence(q, k, writes: Writes, memory, kernel):

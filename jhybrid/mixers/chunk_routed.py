@@ -265,7 +265,12 @@ class ChunkRouted(nnx.Module):
             state.values,
         )
         writes = branches.writes.only(active[:, None])
-        read, memory = self._remember(branches, writes, None, None, state.memory, None)
+        remember = shard_op(
+            partial(chunk_ops.remember_token, implementation=self.implementation),
+            (HEADS, HEADS, HEADS, STATE),
+            (HEADS, STATE),
+        )
+        read, memory = remember(branches.q, branches.k, writes, state.memory)
         log_decay = state.log_decay + writes.g[:, 0]
 
         write = jax.vmap(lambda rows, at, new: rows.at[at].set(new, mode="drop"))

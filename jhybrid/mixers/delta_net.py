@@ -10,9 +10,8 @@ from jhybrid.config import ModelConfig
 from jhybrid.layers import Linear, RMSNorm, l2_normalise
 from jhybrid.mixers.context import Context, Report
 from jhybrid.mixers.delta_inputs import ConvolvedInputs
-from jhybrid.mixers.recurrent import RecurrentState, empty_state, recur, split_heads
+from jhybrid.mixers.recurrent import RecurrentState, empty_state, recur_delta, split_heads
 from jhybrid.recurrent_config import DeltaNetConfig
-from pallas_kernels import gated_delta_rule
 from pallas_kernels.array_types import Array, Float
 
 
@@ -52,6 +51,6 @@ class DeltaNet(nnx.Module):
             "g": jnp.zeros_like(beta),
             "beta": beta,
         }
-        op = partial(gated_delta_rule, implementation=self.model.implementation)
-        o, state = recur(op, arguments, state, context, tails=tails)
+        options = {"tails": tails, "implementation": self.model.implementation}
+        o, state = recur_delta(arguments, state, context, **options)
         return self.o_proj(self.o_norm(o).reshape(*x.shape[:2], -1)), state, {}

@@ -8,8 +8,13 @@ from jhybrid.config import GatedDeltaNetConfig, ModelConfig
 from jhybrid.layers import Linear, RMSNorm, l2_normalise
 from jhybrid.mixers.context import Context, Report
 from jhybrid.mixers.delta_inputs import DeltaInputs
-from jhybrid.mixers.recurrent import RecurrentState, empty_state, gated_norm, recur, split_heads
-from pallas_kernels import gated_delta_rule
+from jhybrid.mixers.recurrent import (
+    RecurrentState,
+    empty_state,
+    gated_norm,
+    recur_delta,
+    split_heads,
+)
 from pallas_kernels.array_types import Array, Float
 
 
@@ -58,6 +63,6 @@ class GatedDeltaNet(nnx.Module):
             "g": g,
             "beta": beta,
         }
-        op = partial(gated_delta_rule, implementation=self.model.implementation)
-        o, state = recur(op, arguments, state, context, tails=tails)
+        options = {"tails": tails, "implementation": self.model.implementation}
+        o, state = recur_delta(arguments, state, context, **options)
         return self.o_proj(gated_norm(o, self.o_norm, self.g_proj(x))), state, {}

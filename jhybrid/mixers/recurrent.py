@@ -12,6 +12,7 @@ from jhybrid.config import ModelConfig
 from jhybrid.layers import Linear, RMSNorm, rms_normalise, upcast
 from jhybrid.mixers.context import Context
 from jhybrid.sharding import shard_op
+from pallas_kernels import gated_delta_rule, gated_delta_step
 from pallas_kernels.array_types import Array, Float, Int
 
 _HEADS = ("batch", None, "heads")
@@ -68,6 +69,28 @@ def recur(
     if state is not None:
         state = RecurrentState(state.length + context.counts(), tails, memory)
     return o, state
+
+
+def recur_delta(
+    arguments: Mapping[str, Array],
+    state: RecurrentState | None,
+    context: Context,
+    *,
+    tails: Any = None,
+    **options: Any,
+) -> tuple[Float[Array, "B T H V"], RecurrentState | None]:
+    """`recur` of the gated delta rule; one token after a state is a step that updates it."""
+    decoding = state is not None and arguments["v"].shape[1] == 1
+    op = _delta_step if decoding else gated_delta_rule
+    return recur(op, arguments, state, context, tails=tails, **options)
+
+
+def _delta_step(*, initial_state: Array, segment_ids: None, **arguments: Any):
+    """`gated_delta_step` with the signature that `recur` calls, T = 1."""
+    implementation = arguments.pop("implementation")
+    token = {name: x[:, 0] for name, x in arguments.items()}
+    o, memory = gated_delta_step(**token, state=initial_state, implementation=implementation)
+    return o[:, None], memory
 
 
 class GatedHeads(nnx.Module):

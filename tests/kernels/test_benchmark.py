@@ -12,6 +12,7 @@ from pallas_kernels import BlockMask, benchmark, gated_delta_rule
 from pallas_kernels.block_sparse_attention import gpu_parts, gpu_peers
 from pallas_kernels.block_sparse_attention import pallas_gpu_plan as planning
 from pallas_kernels.block_sparse_attention.cases import Case
+from pallas_kernels.gated_delta_rule import gpu_peers as rule_peers
 from pallas_kernels.gated_delta_rule.cases import BY_NAME, accepted
 
 CASE = BY_NAME["one-token"]
@@ -67,6 +68,33 @@ def test_a_peer_is_checked_on_what_it_computes(monkeypatch):
     assert rows["absent"].note == "takes K = V"
 
 
+def test_peers_of_the_delta_rule_are_checked_and_those_not_installed_are_named(monkeypatch):
+    def rule(q, k, v, g, beta):
+        return gated_delta_rule(q, k, v, g, beta, implementation="xla")[0]
+
+    def no_gradient(arguments, do):
+        raise RuntimeError("wrong gradients on this GPU")
+
+    peer = rule_peers.Jax(rule)
+    peer.forward_backward = no_gradient
+    absent = rule_peers._peer("no_such_package.ops", lambda case: None, lambda ops: None)
+    monkeypatch.setattr(rule_peers, "PEERS", {"ours": lambda case: (peer, None), "absent": absent})
+    case = BY_NAME["T63"]
+    ours, absent = (
+        benchmark.measure_peer(name, rule_peers, case, "bfloat16", 32)
+        for name in ("ours", "absent")
+    )
+    assert ours.closeness_outputs <= 5e-3 and ours.forward_ms > 0
+    assert (ours.forward_backward_ms, ours.note) == (None, "wrong gradients on this GPU")
+    assert absent.note == "no_such_package is not installed"
+
+
+def test_a_step_is_timed_with_the_state_it_carries_and_rated_by_bytes():
+    arguments = ["--op", "gated_delta_step", "--case", "small", "--no-memory"]
+    (row,) = benchmark.main([*arguments, "--implementation", "xla"])
+    assert row.forward_ms > 0 and row.note.endswith("GB/s")
+
+
 def test_a_part_that_fails_leaves_its_reason_and_the_others_are_timed():
     def fails():
         raise ValueError("too many registers")
@@ -89,8 +117,8 @@ def test_work_over_time_stands_beside_the_times():
 def test_an_op_without_peers_or_parts_says_so(capsys):
     for wanted in ("--peers", "--parts"):
         with pytest.raises(SystemExit):
-            benchmark.main(["--op", "gated_delta_rule", wanted])
-        assert f"{wanted}: gated_delta_rule has none" in capsys.readouterr().err
+            benchmark.main(["--op", "gated_linear_attention", wanted])
+        assert f"{wanted}: gated_linear_attention has none" in capsys.readouterr().err
 
 
 def test_every_variant_of_a_kernel_differs_from_the_default():

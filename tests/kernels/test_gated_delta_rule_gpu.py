@@ -83,12 +83,17 @@ def assert_gradients_match_reference(key, arguments, gradients):
     dfinal = jax.random.normal(keys[1], arguments["initial_state"].shape)
     names = [name for name in GRADIENT_RATIO if arguments[name] is not None]
 
-    def outputs(floating):
-        return gated_delta_rule(**{**arguments, **floating}, implementation="reference")
+    segment_ids = arguments["segment_ids"]
+
+    @jax.jit
+    def reference(exact, cotangents):
+        def outputs(exact):
+            return gated_delta_rule(**exact, segment_ids=segment_ids, implementation="reference")
+
+        return jax.vjp(outputs, exact)[1](cotangents)[0]
 
     exact = {name: arguments[name].astype(jnp.float32) for name in names}
-    _, pull_back = jax.vjp(outputs, exact)
-    (expected,) = jax.jit(pull_back)((do.astype(jnp.float32), dfinal))
+    expected = reference(exact, (do.astype(jnp.float32), dfinal))
     actual = dict(zip(GRADIENT_RATIO, gradients(arguments, (do, dfinal)), strict=True))
     for name in names:
         assert_close(actual[name], expected[name], GRADIENT_RATIO[name], f"d{name}")
