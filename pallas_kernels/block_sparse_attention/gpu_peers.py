@@ -15,6 +15,8 @@ from pallas_kernels.block_sparse_attention import reference
 from pallas_kernels.block_sparse_attention.block_mask import BlockMask
 from pallas_kernels.block_sparse_attention.cases import Case
 
+NOTE = "computes every causal pair"
+
 
 class Dense:
     """attend(q, k, v) -> o, and its gradient for do where it has one."""
