@@ -1,4 +1,4 @@
-"""Measures a checkpoint: perplexity by context length, and RULER.
+"""Measures a checkpoint: perplexity by context length, RULER, tasks of lm_eval.
 
     python eval.py --checkpoint runs/default --tasks perplexity,ruler --lengths 1024,2048
 
@@ -24,7 +24,7 @@ from jhybrid.evals.ruler.source import RulerSource
 def parser() -> argparse.ArgumentParser:
     parser = commandline.Parser(prog="eval.py", description="Measure a checkpoint.")
     parser.add_argument("--checkpoint", required=True, help="a workdir or an exported checkpoint")
-    parser.add_argument("--tasks", default="perplexity,ruler", help="also ruler:NAME")
+    parser.add_argument("--tasks", default="perplexity,ruler", help="also ruler:NAME, lm:NAME")
     parser.add_argument("--lengths", default="1024", help="in tokens, answers included")
     parser.add_argument("--num-samples", type=int, default=20, help="per RULER task and length")
     parser.add_argument("--out", type=Path, default=Path("results.json"))
@@ -34,6 +34,8 @@ def parser() -> argparse.ArgumentParser:
         "--hotpotqa", metavar="FILE", help="HotpotQA dev distractor, for ruler:qa_2"
     )
     parser.add_argument("--text", metavar="FILE", help="for perplexity; default: validation text")
+    parser.add_argument("--limit", type=int, help="documents of each lm: task; default: all")
+    parser.add_argument("--include-path", metavar="DIR", help="more task files for lm: tasks")
     parser.add_argument("--batch-size", type=int, help="rows at a time; default: by length")
     parser.add_argument("--cache", type=Path, default=evals.default_cache(), help="sample sets")
     parser.add_argument("--seed", type=int, default=evals.SEED, help="of the samples")
@@ -63,6 +65,8 @@ def main() -> int:
         squad=arguments.squad,
         hotpotqa=arguments.hotpotqa,
         text=arguments.text,
+        limit=arguments.limit,
+        include_path=arguments.include_path,
         batch_size=arguments.batch_size,
         cache=arguments.cache,
         seed=arguments.seed,

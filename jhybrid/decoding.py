@@ -60,8 +60,6 @@ def generate(
         raise UserError(f"temperature={choice.temperature} needs keys")
     if np.min(lengths) < 1 or np.max(lengths) > longest:
         raise UserError(f"lengths={np.asarray(lengths)} must lie between 1 and {longest}")
-    if any(isinstance(block.mixer, HeadRoutedConfig) for block in model.config.blocks):
-        prefill_tokens = longest
     graphdef, weights = nnx.split(model)
     generation = _generate(
         graphdef,
@@ -73,10 +71,20 @@ def generate(
         None if choice.greedy else choice.limits,
         max_new_tokens=max_new_tokens,
         stop_token=stop_token,
-        prefill_tokens=min(prefill_tokens, longest),
+        prefill_tokens=prefill_piece(model.config, longest, prefill_tokens),
     )
     require_room(model.config, generation.usages)
     return generation
+
+
+def prefill_piece(config: ModelConfig, longest: int, wanted: int) -> int:
+    """How many tokens of prompts of `longest` tokens are read at a time, at most `wanted`.
+
+    All of them where heads are routed: their router reads the whole prompt first.
+    """
+    if any(isinstance(block.mixer, HeadRoutedConfig) for block in config.blocks):
+        return longest
+    return min(wanted, longest)
 
 
 def require_room(config: ModelConfig, usages: tuple[Usage | None, ...]) -> None:

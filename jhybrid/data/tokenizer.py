@@ -35,6 +35,8 @@ class Tokenizer(abc.ABC):
       fingerprint: sha256 of what decides the encoding; equal fingerprints give equal ids.
       vocab_size: ids are smaller than this.
       eos: the id that ends a document.
+      bos: the id that begins a text, where the tokenizer has one.
+      opening: the ids that the tokenizer's own template puts before a text; `encode` does not.
       byte_lengths: UTF-8 bytes each id stands for, 0 for special ids.
       ordinary_ids: the ids that stand for text, sorted.
     """
@@ -43,6 +45,8 @@ class Tokenizer(abc.ABC):
     fingerprint: str
     vocab_size: int
     eos: int
+    bos: int | None = None
+    opening: tuple[int, ...] = ()
     byte_lengths: Int[np.ndarray, "vocab"]
 
     @abc.abstractmethod
@@ -84,7 +88,13 @@ class ByteTokenizer(Tokenizer):
 class HuggingFaceTokenizer(Tokenizer):
     """A `tokenizer.json` of the `tokenizers` library, without its template of special tokens."""
 
-    def __init__(self, name: str, serialized: bytes, end_name: str | None = None):
+    def __init__(
+        self,
+        name: str,
+        serialized: bytes,
+        end_name: str | None = None,
+        begin_name: str | None = None,
+    ):
         self.name = name
         self.fingerprint = hashlib.sha256(serialized).hexdigest()
         try:
@@ -100,6 +110,10 @@ class HuggingFaceTokenizer(Tokenizer):
         found = [vocabulary[n] for n in names if n in vocabulary]
         require(bool(found), f"data.tokenizer: {name} has no end-of-text token among {names}")
         self.eos = found[0]
+        self.bos = None if begin_name is None else vocabulary.get(begin_name)
+        templated = self._tokenizer.encode("a")
+        inside = templated.special_tokens_mask.index(0)
+        self.opening = tuple(templated.ids[:inside])
         self.byte_lengths = np.zeros(self.vocab_size, np.int32)
         byte_level = "ByteLevel" in str(json.loads(serialized).get("decoder"))
         for token, index in vocabulary.items():
@@ -143,7 +157,8 @@ def load_tokenizer(name: str) -> Tokenizer:
         serialized = path.read_bytes()
     except OSError as error:
         raise UserError(f"data.tokenizer: {path} cannot be read ({error.strerror})") from None
-    return HuggingFaceTokenizer(name, serialized, _configured_end(path.parent))
+    end, begin = (_configured(path.parent, f"{which}_token") for which in ("eos", "bos"))
+    return HuggingFaceTokenizer(name, serialized, end, begin)
 
 
 def tokenizer_files(name: str) -> tuple[pathlib.Path, ...]:
@@ -163,16 +178,16 @@ def tokenizer_files(name: str) -> tuple[pathlib.Path, ...]:
     return (path, beside) if beside.is_file() else (path,)
 
 
-def _configured_end(folder: pathlib.Path) -> str | None:
-    """The eos token that `tokenizer_config.json` beside the tokenizer names, if it exists."""
+def _configured(folder: pathlib.Path, which: str) -> str | None:
+    """The special token `which` of the `tokenizer_config.json` beside a tokenizer, if it exists."""
     path = folder / SETTINGS
     if not path.is_file():
         return None
     try:
-        end = json.loads(path.read_bytes()).get("eos_token")
+        token = json.loads(path.read_bytes()).get(which)
     except (ValueError, AttributeError):
         raise UserError(f"data.tokenizer: {path} is not a JSON object") from None
-    return end.get("content") if isinstance(end, dict) else end
+    return token.get("content") if isinstance(token, dict) else token
 
 
 def check_vocabulary(tokenizer: Tokenizer, model: ModelConfig) -> None:

@@ -6,7 +6,7 @@ import importlib.metadata
 import json
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ from flax import nnx
 
 from jhybrid.config import Experiment
 from jhybrid.data import Tokenizer, check_vocabulary, load_tokenizer
+from jhybrid.errors import UserError
 from jhybrid.evals import report, text
 from jhybrid.evals.jobs import Job, PerplexityJob, RulerJob
 from jhybrid.evals.options import EvalOptions
@@ -100,7 +101,21 @@ def _jobs(
         for name in options.ruler_tasks:
             for length in options.lengths:
                 jobs[f"ruler:{name}", length] = RulerJob(predict, source, name, length)
+    if options.harness_tasks:
+        jobs |= _harness_jobs(options, experiment, model)
     return jobs
+
+
+def _harness_jobs(
+    options: EvalOptions, experiment: Experiment, model: HybridLM
+) -> Mapping[tuple[str, int], Job]:
+    try:
+        from jhybrid.evals import harness_jobs
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != "lm_eval":
+            raise
+        raise UserError("--tasks lm: needs the extra `eval`, the package lm-eval") from None
+    return harness_jobs.jobs(options, experiment, model)
 
 
 def _header(

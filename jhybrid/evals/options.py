@@ -18,7 +18,7 @@ def default_cache() -> Path:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvalOptions:
     checkpoint: str
-    tasks: tuple[str, ...]  # "perplexity" and "ruler:NAME"
+    tasks: tuple[str, ...]  # "perplexity", "ruler:NAME" and "lm:NAME"
     lengths: tuple[int, ...]
     num_samples: int
     out: Path
@@ -26,16 +26,20 @@ class EvalOptions:
     squad: str | None = None
     hotpotqa: str | None = None
     text: str | None = None
+    limit: int | None = None  # documents of each lm: task; None: all
+    include_path: str | None = None  # a folder of task files for lm_eval
     batch_size: int | None = None  # None: by length
     cache: Path | None = dataclasses.field(default_factory=default_cache)
     seed: int = SEED
     faithful: bool = True
 
     def __post_init__(self):
-        for name in ("num_samples", "batch_size"):
+        for name in ("num_samples", "batch_size", "limit"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"--{name.replace('_', '-')} {value}: must be at least 1")
+        if self.include_path is not None and not Path(self.include_path).is_dir():
+            raise UserError(f"--include-path {self.include_path}: no such folder")
         if self.seed < 0:
             raise UserError(f"--seed {self.seed}: must not be negative")
         for flag in ("essays", "squad", "hotpotqa", "text"):
@@ -45,13 +49,21 @@ class EvalOptions:
 
     @property
     def ruler_tasks(self) -> list[str]:
-        return [name.removeprefix("ruler:") for name in self.tasks if name.startswith("ruler:")]
+        return self._of("ruler:")
+
+    @property
+    def harness_tasks(self) -> list[str]:
+        return self._of("lm:")
+
+    def _of(self, kind: str) -> list[str]:
+        return [name.removeprefix(kind) for name in self.tasks if name.startswith(kind)]
 
 
 def parse_tasks(text: str, *, with_squad: bool, with_hotpotqa: bool) -> tuple[str, ...]:
     """ "perplexity,ruler,ruler:vt" as single tasks, each once.
 
-    `ruler` stands for the tasks that need no data and for the question sets that were given.
+    `ruler` stands for the tasks that need no data and for the question sets that were given. Names
+    after `lm:` are lm_eval's, which knows best.
     """
     given = {"qa_1": with_squad, "qa_2": with_hotpotqa}
     available = [name for name in suite.TASKS if given.get(name, True)]
@@ -59,12 +71,16 @@ def parse_tasks(text: str, *, with_squad: bool, with_hotpotqa: bool) -> tuple[st
     for item in _items(text, "--tasks"):
         if item == "ruler":
             names |= dict.fromkeys(f"ruler:{name}" for name in available)
+        elif item.removeprefix("lm:") not in (item, ""):
+            names[item] = None
         elif item == "perplexity" or item.removeprefix("ruler:") in available:
             names[item if item == "perplexity" else f"ruler:{item.removeprefix('ruler:')}"] = None
         elif (needed := suite.NEEDS.get(item.removeprefix("ruler:"))) is not None:
             raise UserError(f"--tasks {item}: needs {needed} FILE")
         else:
-            known = ", ".join(["perplexity", "ruler", *(f"ruler:{n}" for n in suite.TASKS)])
+            known = ", ".join(
+                ["perplexity", "ruler", *(f"ruler:{n}" for n in suite.TASKS), "lm:NAME"]
+            )
             raise UserError(f"--tasks {item}: unknown task; known: {known}")
     return tuple(names)
 

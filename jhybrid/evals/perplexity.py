@@ -41,7 +41,10 @@ def windows(
 
 
 def scorer(model: HybridLM) -> LogLikelihoods:
-    """(inputs [B, L], targets [B, L]) -> log p(target) [B, L], 0 where the target is negative."""
+    """(inputs [B, L], targets [B, L]) -> log p(target) [B, L], 0 where the target is negative.
+
+    What follows a row's last target is padding, which no router reads.
+    """
     graphdef, weights = nnx.split(model)
     return lambda inputs, targets: np.asarray(_score(graphdef, weights, inputs, targets))
 
@@ -54,9 +57,10 @@ def _score(
     targets: Int[jax.Array, "B L"],
 ) -> Float[jax.Array, "B L"]:
     model = nnx.merge(graphdef, weights)
-    positions = jnp.broadcast_to(jnp.arange(inputs.shape[1]), inputs.shape)
-    hidden = model(inputs, Context(positions=positions)).hidden
-    return token_log_likelihoods(model, hidden, targets)
+    place = jnp.arange(inputs.shape[1])
+    lengths = jnp.max(jnp.where(targets >= 0, place + 1, 0), 1)
+    context = Context(positions=jnp.broadcast_to(place, inputs.shape), lengths=lengths)
+    return token_log_likelihoods(model, model(inputs, context).hidden, targets)
 
 
 def perplexity(

@@ -16,6 +16,14 @@ def cell(row: Mapping[str, Any]) -> str:
         return f"{text} ({row['nulls']} empty)" if row["nulls"] else text
     if "loss" in row:
         return f"{row['bits_per_byte']:.4f} bits/byte, perplexity {row['perplexity']:.2f}"
+    if "metrics" in row:
+        errors = row["standard_errors"]
+        found = [
+            f"{name} {_with_error(value, errors.get(name), 3)}"
+            for name, value in row["metrics"].items()
+        ]
+        cut = f" ({row['truncated']} inputs cut)" if row["truncated"] else ""
+        return ", ".join(found) + cut
     return row["result"]
 
 
