@@ -62,6 +62,11 @@ class HeadRoutedConfig:
 
     attention: SoftmaxConfig  # the backbone's
     mode: Literal["FA-SSA", "FA-XA", "XA-SSA"] = "FA-SSA"
+    # What decides: a router that reads each sample's keys; a parameter of each head, the same for
+    # every sample ("alpha" as in DuoAttention, "hard_concrete" as in PruLong); or nothing, all
+    # heads being "retrieval" heads or "sparse" ones.
+    route: Literal["router", "alpha", "hard_concrete", "retrieval", "sparse"] = "router"
+    route_threshold: float = 0.5  # of a parameter's weight in [0, 1]: retrieval heads exceed it
     block_size: int = 128  # tokens
     sink_blocks: int = 1  # SSA: first blocks every query sees
     local_blocks: int = 16  # SSA: latest blocks, the query's own included
@@ -80,6 +85,10 @@ class HeadRoutedConfig:
         sizes = ("block_size", "local_blocks", "stride", "threshold", "pool_tokens", "kv_capacity")
         require_positive("mixer", self, *sizes)
         require(self.sink_blocks >= 0, f"mixer.sink_blocks={self.sink_blocks} must be >= 0")
+        require(
+            0 <= self.route_threshold < 1,
+            f"mixer.route_threshold={self.route_threshold} must lie in [0, 1)",
+        )
         require(self.attention.window is None, "mixer.attention.window must be None")
         require_multiple("mixer.block_size", self.block_size, "stride", self.stride)
         for name in ("threshold", "kv_capacity"):
@@ -90,6 +99,11 @@ class HeadRoutedConfig:
     def trims(self) -> bool:
         """Whether sparse heads forget keys while decoding."""
         return self.decode == "trimmed" and self.mode != "FA-XA"
+
+    @property
+    def needs_whole_prompt(self) -> bool:
+        """Whether a prompt is read at once: to decide by it, or to rank blocks for XAttention."""
+        return self.route == "router" or "XA" in self.mode
 
     def mixing_flops(self, length: int, softmax_fraction: float) -> float:
         """As for softmax attention; SSA heads, 1 - softmax_fraction of all, see sinks and window.

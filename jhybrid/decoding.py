@@ -80,9 +80,10 @@ def generate(
 def prefill_piece(config: ModelConfig, longest: int, wanted: int) -> int:
     """How many tokens of prompts of `longest` tokens are read at a time, at most `wanted`.
 
-    All of them where heads are routed: their router reads the whole prompt first.
+    All of them where a router of heads reads the whole prompt first.
     """
-    if any(isinstance(block.mixer, HeadRoutedConfig) for block in config.blocks):
+    mixers = (block.mixer for block in config.blocks)
+    if any(isinstance(mixer, HeadRoutedConfig) and mixer.needs_whole_prompt for mixer in mixers):
         return longest
     return min(wanted, longest)
 

@@ -75,6 +75,28 @@ def decide(
     return Decision(scores, softmax, slope)
 
 
+def fixed(
+    weight: Float[Array, "B N H"],
+    threshold: float,
+    *,
+    mixes: bool,
+    forced: Bool[Array, "B N H"] | None = None,
+) -> Decision:
+    """Decisions by weights of softmax in [0, 1] for which no token was read.
+
+    A head is softmax where its weight exceeds `threshold`, or as `forced` says. If it `mixes` both
+    operations instead, its `gate` is the weight.
+    """
+    softmax = weight > threshold if forced is None else forced
+    slope = weight - softmax if mixes and forced is None else jnp.zeros_like(weight)
+    return Decision(jnp.stack([weight, 1 - weight], -1), softmax, jnp.stack([slope, -slope], -1))
+
+
+def gate(decision: Decision) -> Float[Array, "B N H"]:
+    """Softmax's multiplier: 0 or 1 with the derivative of p; a weight where heads mix."""
+    return decision.softmax + decision.slope[..., SOFTMAX]
+
+
 def within_room(decision: Decision, room: Int[Array, "B H"]) -> Decision:
     """Only the first `room` chunks a head sends to softmax go there, the rest to the state."""
     chosen = jnp.cumsum(decision.softmax, 1)  # counting the chunk itself

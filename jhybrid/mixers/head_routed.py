@@ -17,6 +17,7 @@ from jhybrid.config import HeadRoutedConfig, ModelConfig
 from jhybrid.layers import Linear, upcast
 from jhybrid.mixers import head_routed_ops as ops
 from jhybrid.mixers.context import Context, Report
+from jhybrid.mixers.head_masks import MASKS
 from jhybrid.mixers.head_routed_ops import HeadRoutedState
 from jhybrid.mixers.softmax import Softmax
 from jhybrid.sharding import shard_op
@@ -62,6 +63,10 @@ class HeadRouted(Softmax):
     and p the relaxed one. That is m o_full + (1 - m) o_sparse in value and in every gradient, for
     the cost of one forward launch more; no backward runs for what was not chosen.
 
+    Without a router the decision is a setting or a parameter of each head, the same for all
+    samples (`head_masks`). In training a parameter's weight w mixes both modes, each launched and
+    differentiated: o = w o_full + (1 - w) o_sparse.
+
     `context.routes` forces decisions, [B, 1, G], or in packed rows [B, N, G] by the block in which
     a document starts. With a state the decision is made when a row's first tokens arrive, which
     must then be its whole prompt, and holds until the state is dropped: through every later turn
@@ -71,7 +76,11 @@ class HeadRouted(Softmax):
     def __init__(self, config: HeadRoutedConfig, model: ModelConfig, *, rngs: nnx.Rngs):
         super().__init__(config.attention, model, rngs=rngs)
         self.routed = config
-        self.router = HeadRouter(config.attention.head_dim, model, rngs=rngs)
+        heads, width = config.attention.num_kv_heads, config.attention.head_dim
+        routes = config.route == "router"
+        self.router = HeadRouter(width, model, rngs=rngs) if routes else None
+        mask = MASKS.get(config.route)
+        self.mask = None if mask is None else mask(heads, model, rngs=rngs)
 
     def initial_state(self, batch: int, max_length: int) -> HeadRoutedState:
         return ops.initial_state(self.routed, batch, max_length, self.dtype)
@@ -89,7 +98,7 @@ class HeadRouted(Softmax):
             context.require_one_document()
             o, state, decision = self._continue(q, k, v, decision, state, context)
         report = routing.statistics(decision, counted)
-        report["gate"] = decision.softmax + decision.slope[..., routing.SOFTMAX]
+        report["gate"] = routing.gate(decision)
         return self.o_proj(o.reshape(*x.shape[:2], -1)), state, report
 
     def _documents(self, context: Context) -> Int[Array, "B T"] | None:
@@ -109,12 +118,22 @@ class HeadRouted(Softmax):
             block_size=self.routed.block_size,
             pool_tokens=self.routed.pool_tokens,
         )
-        scores = self.router(pooled)[..., ::-1]  # `routing` has the full mode first
         rng, temperature = context.rng, context.temperature
-        return (
-            routing.decide(scores, rng=rng, temperature=temperature, forced=context.routes),
-            counted,
-        )
+        if self.router is None:
+            weight = jnp.broadcast_to(self._weight(rng), pooled.shape[:3])
+            threshold, mixes = self.routed.route_threshold, rng is not None
+            decision = routing.fixed(weight, threshold, mixes=mixes, forced=context.routes)
+            return decision, counted
+        scores = self.router(pooled)[..., ::-1]  # `routing` has the full mode first
+        decision = routing.decide(scores, rng=rng, temperature=temperature, forced=context.routes)
+        return decision, counted
+
+    def _weight(self, rng: Array | None) -> Float[Array, "G"]:
+        """Of the full mode in each head, for every sample."""
+        if self.mask is not None:
+            return self.mask.weight(rng)
+        full = self.routed.route == "retrieval"
+        return jnp.full(self.routed.attention.num_kv_heads, full, jnp.float32)
 
     def _full(
         self,
@@ -132,8 +151,14 @@ class HeadRouted(Softmax):
         if ids is None and context.lengths is not None:
             ids = ops.hide_padding(context.valid(), self.routed)
         o = shard_op(attend, axes, HEADS)(q, k, v, route, ids)
-        if context.rng is None:
+        if context.rng is None or (self.router is None and self.mask is None):
             return o
+        if self.mask is not None:
+            other = shard_op(attend, axes, HEADS)(q, k, v, ~route, ids)
+            weight = ops.by_token(routing.gate(decision), documents, q.shape[2])[..., None]
+            full = ops.by_token(decision.softmax, documents, q.shape[2])[..., None]
+            retrieval, sparse = jnp.where(full, o, other), jnp.where(full, other, o)
+            return sparse + weight.astype(o.dtype) * (retrieval - sparse)
         fixed = map(jax.lax.stop_gradient, (q, k, v))
         other = shard_op(attend, axes, HEADS)(*fixed, ~route, ids)
         slope = ops.by_token(decision.slope[..., routing.SOFTMAX], documents, q.shape[2])

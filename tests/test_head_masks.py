@@ -1,0 +1,140 @@
+"""Static head masks: mixed in training, fixed afterwards, and decoded like any row."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from closeness import assert_close
+from flax import nnx
+from mixer_cases import build, by_name, inputs, model_with, positions
+from test_head_routed import BLOCK, FA_SSA, FA_XA, LENGTH, XA_SSA, G, packed, two_branches
+
+from jhybrid.errors import UserError
+from jhybrid.mixers import Context, head_routed_ops
+from jhybrid.mixers.head_masks import HardConcreteMask, sparse_probability, within_unit
+
+ALPHA = dataclasses.replace(FA_SSA, route="alpha")
+CONCRETE = dataclasses.replace(FA_SSA, route="hard_concrete")
+NAMES = {"alpha": "mask.alpha", "hard_concrete": "mask.log_alpha"}
+pytestmark = pytest.mark.usefixtures("float64", "quick_compile")
+
+
+def with_mask(config, values):
+    name = NAMES[config.route]
+    return build(config).with_params(lambda n, p: jnp.asarray(values, p.dtype) if n == name else p)
+
+
+def test_a_cut_weight_moves_inwards_only():
+    x = jnp.array([-0.1, 0.0, 0.4, 1.0, 1.3])
+    assert_close(within_unit(x), jnp.array([0.0, 0.0, 0.4, 1.0, 1.0]), 0)
+    for sign, inwards in ((1.0, [0, 0, 1, 1, 1]), (-1.0, [1, 1, 1, 0, 0])):
+        grad = jax.grad(lambda x, s=sign: (s * within_unit(x)).sum())(x)
+        np.testing.assert_array_equal(grad, sign * np.array(inwards))
+
+
+def test_hard_concrete_is_its_formula_and_zero_as_often_as_its_probability_says():
+    mask = HardConcreteMask(3, model_with(FA_SSA, "float64"), rngs=nnx.Rngs(0))
+    start = mask.log_alpha[...]
+    assert float(jnp.abs(start - 4).max()) < 0.05
+    mask.log_alpha[...] = log_alpha = jnp.array([-1.0, 0.3, 2.0])
+    draws = jax.vmap(mask.weight)(jax.random.split(jax.random.key(0), 20_000))
+    u = jax.random.uniform(jax.random.key(1), (3,), "float64", 1e-6, 1 - 1e-6)
+    s = 1 / (1 + np.exp(-(np.log(u / (1 - u)) + log_alpha) / (2 / 3)))
+    assert_close(mask.weight(jax.random.key(1)), np.clip(1.2 * s - 0.1, 0, 1), 1e-12)
+    np.testing.assert_allclose((draws == 0).mean(0), sparse_probability(log_alpha), atol=0.012)
+    assert (draws == 1).any()
+    assert ((draws > 0) & (draws < 1)).any()
+    assert_close(mask.weight(None), 1 / (1 + np.exp(-0.8 * log_alpha / (2 / 3))), 1e-12)
+
+
+@pytest.mark.parametrize("config", [ALPHA, CONCRETE], ids=lambda c: c.route)
+def test_training_mixes_both_modes_in_value_and_all_gradients(config):
+    case = with_mask(config, [0.3, 0.8])
+    x, context = inputs(32, batch=2, seed=4), packed()
+    context = dataclasses.replace(context, rng=jax.random.key(2))
+    cotangent = inputs(32, batch=2, seed=5) * context.valid()[..., None]
+
+    def ours(params, x):
+        y, _, report = nnx.merge(case.graphdef, params)(x, None, context)
+        return (y * cotangent).sum() + report["gate"].mean(), report
+
+    def oracle(params, x):
+        mixer = nnx.merge(case.graphdef, params)
+        gates = jnp.broadcast_to(mixer.mask.weight(context.rng), (2, 32, G))
+        return (two_branches(config, mixer, x, context, gates) * cotangent).sum() + gates.mean()
+
+    (value, report), (grads, dx) = jax.jit(jax.value_and_grad(ours, (0, 1), has_aux=True))(
+        case.params, x
+    )
+    expected, (theirs, dx_theirs) = jax.jit(jax.value_and_grad(oracle, (0, 1)))(case.params, x)
+    assert float(value) == pytest.approx(float(expected), rel=1e-12)
+    assert_close(dx, dx_theirs, 1e-11, "dx")
+    theirs = by_name(theirs)
+    for name, grad in by_name(grads).items():
+        assert_close(grad, theirs[name], 1e-11, name, floor=1e-13)
+    assert (np.abs(theirs[NAMES[config.route]]) > 1e-3).all()
+    assert ((report["gate"] > 0) & (report["gate"] < 1)).any()
+
+
+@pytest.mark.parametrize("config", [ALPHA, CONCRETE], ids=lambda c: c.route)
+def test_outside_training_heads_are_what_the_threshold_says(config):
+    values = {"alpha": [0.3, 0.8], "hard_concrete": [-1.0, 2.0]}[config.route]
+    x = inputs(LENGTH, batch=2)
+    for threshold, heads in ((0.1, [1, 1]), (0.5, [0, 1]), (0.95, [0, 0])):
+        case = with_mask(dataclasses.replace(config, route_threshold=threshold), values)
+        y, _, report = case(x, None, positions(x))
+        np.testing.assert_array_equal(report["gate"], np.broadcast_to(heads, (2, 1, G)))
+        forced = jnp.broadcast_to(jnp.array(heads, bool), (2, 1, G))
+        routed = with_mask(config, values)(x, None, positions(x, routes=forced))[0]
+        assert_close(y, routed, 1e-12)
+
+
+@pytest.mark.parametrize("route", ["retrieval", "sparse"])
+@pytest.mark.parametrize("mode", [FA_SSA, FA_XA, XA_SSA], ids=lambda c: c.mode)
+def test_all_heads_attend_alike_with_and_without_training(mode, route):
+    config = dataclasses.replace(mode, route=route)
+    case, x = build(config), inputs(LENGTH, batch=2)
+    assert not [name for name in by_name(case.params) if name.startswith(("router", "mask"))]
+    y, _, report = case(x, None, positions(x))
+    gates = jnp.full((2, LENGTH, G), float(route == "retrieval"))
+    assert_close(y, two_branches(config, case.mixer, x, positions(x), gates), 1e-12)
+    np.testing.assert_array_equal(report["gate"], gates[:, :1])
+    assert_close(case(x, None, positions(x, rng=jax.random.key(0)))[0], y, 0)
+
+
+def test_packed_documents_are_as_alone():
+    case, x, context = with_mask(ALPHA, [0.3, 0.8]), inputs(32, batch=2, seed=4), packed()
+    y = case(x, None, context)[0]
+    for row, start, stop in ((0, 0, 11), (0, 12, 28), (1, 0, 30)):
+        alone = x[row : row + 1, start:stop]
+        assert_close(y[row : row + 1, start:stop], case.row(alone), 1e-12)
+
+
+@pytest.mark.parametrize("pieces", [(5, 9, 1, 1, 11), (LENGTH - 8,) + (1,) * 8])
+def test_a_row_read_in_pieces_equals_the_whole_row(pieces):
+    case, x = with_mask(ALPHA, [0.3, 0.8]), inputs(LENGTH, batch=2)
+    full, state, start = case.row(x), case.mixer.initial_state(2, LENGTH), 0
+    for length in pieces:
+        places = jnp.broadcast_to(start + jnp.arange(length), (2, length))
+        part = x[:, start : start + length]
+        y, state, _ = case(part, state, Context(positions=places))
+        assert_close(y, full[:, start : start + length], 1e-12)
+        start += length
+    assert start == LENGTH
+    np.testing.assert_array_equal(state.full, [[False, True]] * 2)
+    W = (FA_SSA.sink_blocks + FA_SSA.local_blocks) * BLOCK
+    assert state.recent[0].shape[2] == W < LENGTH
+
+
+def test_a_prompt_is_read_in_pieces_only_where_it_decides_nothing():
+    assert FA_SSA.needs_whole_prompt
+    assert not ALPHA.needs_whole_prompt
+    assert dataclasses.replace(XA_SSA, route="retrieval").needs_whole_prompt
+
+
+def test_a_threshold_that_no_weight_exceeds_is_refused():
+    with pytest.raises(UserError, match="route_threshold"):
+        dataclasses.replace(ALPHA, route_threshold=1.0)
+    assert head_routed_ops.initial_state(ALPHA, 1, 8, "float32").keys.shape[1] == G
