@@ -45,6 +45,7 @@ def parser() -> argparse.ArgumentParser:
         default=True,
         help="NVIDIA's fixed orders of needles, words and documents; else random per sample",
     )
+    commandline.add_set_option(parser)
     parser.add_argument("--print-prompt", metavar="TASK:LENGTH:SAMPLE", help="print it and stop")
     return parser
 
@@ -74,7 +75,7 @@ def main() -> int:
     )
     wanted = evals.parse_prompt(arguments.print_prompt) if arguments.print_prompt else None
     commandline.use_compile_cache(None)
-    experiment, model = load_model(options.checkpoint)
+    experiment, model = load_model(options.checkpoint, arguments.set)
     if wanted is not None:
         task, length, index = wanted
         source = RulerSource.load(options, load_tokenizer(experiment.data.tokenizer))

@@ -1,19 +1,25 @@
 """Static head masks: mixed in training, fixed afterwards, and decoded like any row."""
 
 import dataclasses
+import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny_models
 from closeness import assert_close
 from flax import nnx
 from mixer_cases import build, by_name, inputs, model_with, positions
 from test_head_routed import BLOCK, FA_SSA, FA_XA, LENGTH, XA_SSA, G, packed, two_branches
 
+from jhybrid import head_masks
+from jhybrid.checkpoint import StoredParameters, load_model, write_export
+from jhybrid.config import Experiment
 from jhybrid.errors import UserError
 from jhybrid.mixers import Context, head_routed_ops
 from jhybrid.mixers.head_masks import HardConcreteMask, sparse_probability, within_unit
+from jhybrid.parameters import flatten
 
 ALPHA = dataclasses.replace(FA_SSA, route="alpha")
 CONCRETE = dataclasses.replace(FA_SSA, route="hard_concrete")
@@ -138,3 +144,52 @@ def test_a_threshold_that_no_weight_exceeds_is_refused():
     with pytest.raises(UserError, match="route_threshold"):
         dataclasses.replace(ALPHA, route_threshold=1.0)
     assert head_routed_ops.initial_state(ALPHA, 1, 8, "float32").keys.shape[1] == G
+
+
+# ---- Thresholds ----
+
+
+@pytest.mark.parametrize(
+    ("values", "share", "reached"),
+    [
+        ([0.1, 0.5, 0.9, 0.2], 0.5, 0.5),
+        ([0.1, 0.5, 0.9, 0.2], 0.0, 0.0),
+        ([0.1, 0.5, 0.9, 0.2], 1.0, 1.0),
+        ([0.0, 0.0, 1.0, 0.4], 0.25, 0.5),  # equal weights stay together; two zeros or none
+        ([1.0, 1.0, 0.0, 1.0], 1.0, 0.25),  # nothing exceeds a weight of 1
+    ],
+)
+def test_a_threshold_makes_the_asked_share_of_heads_sparse(values, share, reached):
+    found = head_masks.threshold(np.array(values), share)
+    assert found.sparse == reached == np.mean(np.array(values) <= found.route_threshold)
+    assert 0 <= found.route_threshold < 1
+
+
+def test_the_command_prints_a_setting_that_does_what_it_says(tmp_path, monkeypatch, capsys):
+    mixer = dataclasses.replace(ALPHA, attention=tiny_models.SOFTMAX)
+    config = tiny_models.tiny(mixer, mixer, channels=False)
+    model = nnx.merge(*nnx.split(tiny_models.build(config)))
+    model.groups[0][0].mixer.mask.alpha[...] = jnp.array([[0.9, 0.2], [0.4, 1.2]], jnp.float32)
+    params = flatten(nnx.state(model, nnx.Param))
+    folder = write_export(Experiment(name="masks", model=config), params, tmp_path / "export")
+    monkeypatch.setattr(sys, "argv", ["x", "--checkpoint", str(folder), "--sparse", "0.75,0.1"])
+    assert head_masks.main() == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert "sparse 0.75: 0.750 of 4 heads" in first
+    assert "sparse 0.1: 0.000 of 4 heads" in second
+    _, changed = load_model(folder, [first.partition("--set ")[2].strip("'")])
+    tokens = jnp.asarray(tiny_models.tokens(1, 16))
+    reports = changed(tokens, Context(positions=jnp.arange(16)[None])).reports
+    decisions = [report["decisions"][0, 0].tolist() for report in reports.values()]
+    assert decisions == [[False, False], [False, True]]
+    monkeypatch.setattr(sys, "argv", ["x", "--checkpoint", str(folder), "--sparse", "2"])
+    with pytest.raises(UserError, match="--sparse 2"):
+        head_masks.main()
+
+
+def test_a_checkpoint_without_masks_is_refused(tmp_path):
+    config = tiny_models.tiny(tiny_models.SOFTMAX, channels=False)
+    params = flatten(nnx.state(tiny_models.build(config), nnx.Param))
+    folder = write_export(Experiment(name="plain", model=config), params, tmp_path / "export")
+    with pytest.raises(UserError, match="no head masks"):
+        head_masks.weights(StoredParameters(folder))

@@ -24,7 +24,7 @@ class AlphaMask(nnx.Module):
         self.alpha = nnx.Param(jnp.ones(heads, _wide(model)), axes=(None,))
 
     def weight(self, rng: Array | None) -> Float[Array, "G"]:
-        return within_unit(self.alpha[...])
+        return eval_weight("alpha", self.alpha[...])
 
 
 class HardConcreteMask(nnx.Module):
@@ -41,10 +41,17 @@ class HardConcreteMask(nnx.Module):
     def weight(self, rng: Array | None) -> Float[Array, "G"]:
         log_alpha = self.log_alpha[...]
         if rng is None:
-            return jax.nn.sigmoid(0.8 * log_alpha / BETA)
+            return eval_weight("log_alpha", log_alpha)
         u = jax.random.uniform(rng, log_alpha.shape, log_alpha.dtype, 1e-6, 1 - 1e-6)
         s = jax.nn.sigmoid((jax.scipy.special.logit(u) + log_alpha) / BETA)
         return jnp.clip(LOW + (HIGH - LOW) * s, 0, 1)
+
+
+def eval_weight(name: str, parameter: Float[Array, "*n"]) -> Float[Array, "*n"]:
+    """w of the parameter `name`, outside training."""
+    if name == "alpha":
+        return within_unit(parameter)
+    return jax.nn.sigmoid(0.8 * parameter / BETA)
 
 
 MASKS = {"alpha": AlphaMask, "hard_concrete": HardConcreteMask}
