@@ -173,8 +173,8 @@ def _keys(a: _Head) -> Iterator[None]:
     yield
     dk += a.gates.out_column(K) * dwritten + product(a.inner[:TILE], q, TN, a.dtype)
     if a.layout.group == 1:
-        a.dq[...] = dq.astype(a.dtype)
-        a.dk[...] = dk.astype(a.dtype)
+        a.dq[...] = dq.astype(a.dq.dtype)
+        a.dk[...] = dk.astype(a.dk.dtype)
     else:
         a.dkeys[...] += jnp.concatenate([dq, dk], axis=0)
     yield
