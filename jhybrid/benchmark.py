@@ -5,8 +5,8 @@
 
 A shape is rows x tokens. `train` is a whole step (loss, gradients, AdamW), `forward` reads rows
 from nothing to the last token's logits, `prefill` reads them into a decoding state, piece by piece,
-`decode` adds one token to rows of that many tokens. Weights are random and, but for `train`, in the
-compute dtype.
+`decode` adds one token to rows of that many tokens (caches of zeros). Weights are random and, but
+for `train`, in the compute dtype.
 
 Routers with random weights decide at random, so the work is set instead: `--softmax-fraction` of
 the chunks of every head (of the heads of every row, where heads are routed), drawn at random, in
@@ -41,7 +41,9 @@ from jhybrid.config import (
 from jhybrid.decoding import PREFILL_TOKENS, prefill
 from jhybrid.errors import UserError, first_line
 from jhybrid.memory import memory
-from jhybrid.mixers import Context
+from jhybrid.mixers import Context, State
+from jhybrid.mixers.chunk_routed import ChunkRoutedState
+from jhybrid.mixers.head_routed_ops import HeadRoutedState
 from jhybrid.model import HybridLM, flops_per_token, parameter_count
 from jhybrid.sharding import make_mesh
 from jhybrid.training.metrics import model_flops_utilization
@@ -126,15 +128,16 @@ def _infer(row: Row, experiment: Experiment, fraction: float) -> Row:
     graphdef, weights = nnx.split(nnx.jit(lambda: HybridLM(config, rngs=nnx.Rngs(0)))())
     tokens = jax.random.randint(jax.random.key(1), (B, T), 0, config.vocab_size)
     routes = random_routes(config, B, T, fraction)
-    use = functools.partial(_read_whole if row.mode == "forward" else _read_into_state, graphdef)
-    room = T if row.mode != "decode" else T + DECODED * (DECODE_BATCHES + 1)
-    options = {} if row.mode == "forward" else {"room": room}
-    read = jax.jit(functools.partial(use, **options)).lower(weights, tokens, routes).compile()
+    room = T
     if row.mode == "decode":
-        hidden, state = read(weights, tokens, routes)
+        room += DECODED * (DECODE_BATCHES + 1)
+        state = jax.jit(functools.partial(_state_after, graphdef, B, T, room))(weights, routes)
+        hidden = jnp.ones((B, config.dim), config.compute_dtype)
         ms, step = _time_decoding(graphdef, weights, hidden, state, T)
     else:
-        ms, step = median_ms(lambda: read(weights, tokens, routes)), read
+        use = functools.partial(_read_whole if row.mode == "forward" else _read_pieces, graphdef)
+        step = jax.jit(use).lower(weights, tokens, routes).compile()
+        ms = median_ms(lambda: step(weights, tokens, routes))
     report = memory(nnx.merge(graphdef, weights), room)
     return dataclasses.replace(
         row,
@@ -193,12 +196,28 @@ def _read_whole(graphdef, weights, tokens, routes) -> Array:
     return model.logits(output.hidden[:, -1])
 
 
-def _read_into_state(graphdef, weights, tokens, routes, *, room: int) -> tuple[Array, Any]:
+def _read_pieces(graphdef, weights, tokens, routes) -> tuple[Array, Any]:
     model = nnx.merge(graphdef, weights).unstacked()
     B, T = tokens.shape
-    state = model.initial_state(B, room)
+    state = model.initial_state(B, T)
     lengths = jnp.full((B,), T, jnp.int32)
     return prefill(model, tokens, lengths, state, min(T, PREFILL_TOKENS), routes=routes)
+
+
+def _state_after(graphdef, B: int, T: int, room: int, weights, routes) -> tuple[State, ...]:
+    """States that have read T tokens as `routes` say; the work does not depend on what was read."""
+    length = jnp.full((B,), T, jnp.int32)
+
+    def fill(state: State) -> State:
+        match state:
+            case ChunkRoutedState():
+                return state._replace(length=length, kept=routes.sum(1, dtype=jnp.int32))
+            case HeadRoutedState():
+                return state._replace(length=length, full=routes[:, 0])
+            case _:
+                return state._replace(length=length)
+
+    return tuple(fill(state) for state in nnx.merge(graphdef, weights).initial_state(B, room))
 
 
 def _time_decoding(graphdef, weights, hidden, state, length: int) -> tuple[float, Any]:

@@ -44,10 +44,14 @@ class Target:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Candidate:
-    """`run` has the op's signature; `unsupported` gives the reason it cannot run, or None."""
+    """`run` has the op's signature; `unsupported` gives the reason it cannot run, or None.
+
+    What can run but is `slower` than the next in the order of preference runs by name only.
+    """
 
     run: Callable[..., Any]
     unsupported: Callable[[Any, Target], str | None] = lambda problem, target: None
+    slower: Callable[[Any], str | None] = lambda problem: None  # why `auto` takes the next one
 
 
 Table = Mapping[str, Candidate]
@@ -82,7 +86,7 @@ def choose(table: Table, implementation: Implementation, problem: Any, target: T
         if name not in table:
             skipped.append((name, "not written yet"))
             continue
-        reason = table[name].unsupported(problem, target)
+        reason = table[name].unsupported(problem, target) or table[name].slower(problem)
         if reason is None:
             return Choice(name, tuple(skipped))
         skipped.append((name, reason))

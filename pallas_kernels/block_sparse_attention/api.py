@@ -191,5 +191,7 @@ IMPLEMENTATIONS: Table = {
     "reference": Candidate(reference.block_sparse_attention),
     "xla": Candidate(xla.block_sparse_attention),
     "pallas_tpu": Candidate(pallas_tpu.block_sparse_attention, pallas_tpu.unsupported),
-    "pallas_gpu": Candidate(pallas_gpu.block_sparse_attention, pallas_gpu.unsupported),
+    "pallas_gpu": Candidate(
+        pallas_gpu.block_sparse_attention, pallas_gpu.unsupported, pallas_gpu.slower
+    ),
 }

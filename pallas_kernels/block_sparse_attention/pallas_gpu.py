@@ -36,6 +36,7 @@ _CHIPS = ("H100", "H200")
 _WIDTHS = ((64, 64), (64, 128), (128, 128), (128, 256), (256, 256))  # (K, V)
 _ROW_ALIGNMENT = 8  # tokens: the copy engine moves whole swizzle tiles of 8 rows
 _LARGEST_TILE = 128
+_FEWEST_QUERIES = 16  # of a row; below, most of a tile idles
 
 
 def unsupported(problem: Any, target: Target) -> str | None:
@@ -53,6 +54,14 @@ def unsupported(problem: Any, target: Target) -> str | None:
     if min(tiles) < planning.ROWS:
         sizes = sorted(problem.mask.block_sizes())
         return f"blocks of {sizes} are cut into tiles of {min(tiles)}, below {planning.ROWS}"
+    return None
+
+
+def slower(problem: Any) -> str | None:
+    """Why `auto` should take another implementation although these kernels could run, or None."""
+    T = problem.q.shape[1]
+    if T < _FEWEST_QUERIES:
+        return f"one tile of {planning.ROWS} queries walks all keys alone, on rows of {T}"
     return None
 
 
@@ -87,25 +96,38 @@ def block_sparse_attention(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attend(setup: "Setup", plans: Plans, q, k, v, block_bias, scene: Scene):
-    return _forward(setup, plans, q, k, v, block_bias, scene)[0]
+    return _outputs(setup, plans, q, k, v, block_bias, scene)
 
 
-def _forward(setup: "Setup", plans: Plans, q, k, v, block_bias, scene: Scene):
+def _forward(setup: "Setup", plans: Plans, *arrays):
+    o, lse = _outputs(setup, plans, *arrays)
+    return (o, lse), (*arrays, o, lse)
+
+
+def _backward(setup: "Setup", plans: Plans, residuals, cotangents):
+    return *_gradients(setup, plans, *residuals, *cotangents), None
+
+
+_attend.defvjp(_forward, _backward)
+
+
+# Jitted so that the layers of a model, where their calls are alike, lower each kernel only once.
+@partial(jax.jit, static_argnums=(0, 1))
+def _outputs(setup: "Setup", plans: Plans, q, k, v, block_bias, scene: Scene):
     from pallas_kernels.block_sparse_attention.pallas_gpu_forward import forward
 
     mask = by_query(setup, plans.forward, q, k, v, block_bias, scene)
     o, lse = forward(setup, plans.forward, mask, *map(_aligned, (q, k, v)))
-    o, lse = o[:, : setup.T], lse[..., : setup.T]
-    return (o, lse), (q, k, v, block_bias, scene, o, lse)
+    return o[:, : setup.T], lse[..., : setup.T]
 
 
-def _backward(setup: "Setup", plans: Plans, residuals, cotangents):
+@partial(jax.jit, static_argnums=(0, 1))
+def _gradients(setup: "Setup", plans: Plans, q, k, v, block_bias, scene: Scene, o, lse, do, dlse):
     """The formulas are in README.md."""
     from pallas_kernels.block_sparse_attention.pallas_gpu_dkv import key_gradients
     from pallas_kernels.block_sparse_attention.pallas_gpu_dq import query_gradient
 
-    q, k, v, block_bias, scene, o, lse = residuals
-    do, stats = _rows(*cotangents, o, lse)
+    do, stats = _rows(do, dlse, o, lse)
     aligned = map(_aligned, (q, do))
     arrays = (*aligned, stats, *map(_aligned, (k, v)))
     mask = by_query(setup, plans.dq, q, k, v, block_bias, scene)
@@ -119,10 +141,7 @@ def _backward(setup: "Setup", plans: Plans, residuals, cotangents):
         size = _chunk_size(scene.mask)
         by_row = pad_to_multiple(by_row, size, axis=2)
         dbias = by_row.reshape(B, R, chunks, size).sum(3).astype(block_bias.dtype)
-    return dq[:, : setup.T], dk[:, : setup.S], dv[:, : setup.S], dbias, None
-
-
-_attend.defvjp(_forward, _backward)
+    return dq[:, : setup.T], dk[:, : setup.S], dv[:, : setup.S], dbias
 
 
 def _aligned(x: Float[Array, "B T H d"]) -> Float[Array, "B T8 H d"]:

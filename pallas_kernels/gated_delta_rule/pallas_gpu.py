@@ -89,6 +89,8 @@ def _padded(segment_ids, *arrays):
     return segment_ids, *(jnp.pad(x, ((0, 0), (0, pad)) + ((0, 0),) * (x.ndim - 2)) for x in arrays)
 
 
+# Jitted so that the layers of a model, where their calls are alike, lower each kernel only once.
+@functools.partial(jax.jit, static_argnames=("scale", "pieces", "interpret"))
 def forward(
     q: Float[Array, "B T Hk K"],
     k: Float[Array, "B T Hk K"],
@@ -130,6 +132,7 @@ def forward(
     return o[:, :length], left[:, :, -1].swapaxes(2, 3), a, states
 
 
+@functools.partial(jax.jit, static_argnames=("scale", "interpret"))
 def backward(
     q: Float[Array, "B T Hk K"],
     k: Float[Array, "B T Hk K"],

@@ -51,6 +51,14 @@ def test_a_forced_implementation_that_cannot_run_raises_its_reason():
         choose(TABLE, "pallas_gpu", 7, H200)
 
 
+def test_a_kernel_that_is_slower_on_a_problem_runs_on_it_by_name_only():
+    slow = Candidate(run, slower=lambda problem: "one query" if problem == 1 else None)
+    table = TABLE | {"pallas_gpu": slow}
+    assert choose(table, "auto", 1, H200) == dispatch.Choice("xla", (("pallas_gpu", "one query"),))
+    assert choose(table, "pallas_gpu", 1, H200).name == "pallas_gpu"
+    assert choose(table, "auto", 64, H200).name == "pallas_gpu"
+
+
 def test_an_unknown_implementation_names_the_known_ones():
     with pytest.raises(ValueError, match=r"'triton': choose one of .*'pallas_gpu'"):
         choose(TABLE, "triton", 64, H200)
