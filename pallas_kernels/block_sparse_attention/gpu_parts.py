@@ -16,14 +16,12 @@ from pallas_kernels.block_sparse_attention.schedule import near_rules
 
 _FORWARD: tuple[dict, ...] = (
     {},
-    {"blocks": None},
+    {"tiles": 1},
     {"take_turns": False},
-    {"stages": 2},
     {"step": 64, "stages": 4},
-    {"step": 64, "stages": 4, "blocks": None},
 )
-_DQ: tuple[dict, ...] = ({}, {"blocks": None}, {"stages": 2}, {"step": 128, "stages": 2})
-_DKV: tuple[dict, ...] = ({}, {"blocks": None}, {"stages": 2})
+_DQ: tuple[dict, ...] = ({}, {"take_turns": False}, {"stages": 3}, {"stages": 2, "tiles": 2})
+_DKV: tuple[dict, ...] = ({}, {"take_turns": False}, {"stages": 3}, {"stages": 2, "tiles": 2})
 
 
 def variants(plan: Plan, changes: tuple[dict, ...]) -> Iterator[tuple[str, Plan]]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_kernels.array_types import Array, Float, Int
 from pallas_kernels.block_sparse_attention import pallas_gpu_plan as planning
@@ -155,7 +156,8 @@ def _rows(do, dlse, o, lse) -> tuple[Array, Float[Array, "B H 2 Tq"]]:
     """
     some = lse > -jnp.inf  # [B, H, T]
     do = jnp.where(some.swapaxes(1, 2)[..., None], do, 0)
-    delta = (do.astype(jnp.float32) * o.astype(jnp.float32)).sum(-1).swapaxes(1, 2)
+    delta = (do.astype(jnp.float32) * o.astype(jnp.float32)).sum(-1)
+    delta = lax.optimization_barrier(delta).swapaxes(1, 2)  # or XLA sums it once for each use
     exponent = jnp.where(some, lse * (1 / math.log(2)), jnp.inf)
     shift = jnp.where(some, dlse - delta, 0)
     rest = ((0, 0), (0, 0), (0, -lse.shape[2] % _LARGEST_TILE))

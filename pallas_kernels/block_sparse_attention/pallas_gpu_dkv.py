@@ -2,7 +2,8 @@
 
 It walks the transposed visits and adds in their order, one query head of the group after the
 other, in registers: nothing is accumulated in device memory. Logits are held [keys, queries], so
-that their gradients are left operands from registers. Registers of a thread, K = V = 128, steps of
+that their gradients are left operands from registers. The logits of a step are multiplied beside
+dk of the step before. Registers of a thread, K = V = 128, steps of
 64 queries: 128 dk and dv, 64 logits and dp, 16 of either in bf16, of 232. Where dk and dv need
 more (K or V of 256) two warpgroups share 64 keys, repeat the logits and split the columns.
 """
@@ -17,8 +18,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.array_types import Array, Float, Int
+from pallas_kernels.block_sparse_attention import pallas_gpu_items as items_of_block
 from pallas_kernels.block_sparse_attention.pallas_gpu_plan import ROWS, Item, Plan
-from pallas_kernels.block_sparse_attention.pallas_gpu_queries import drain, launch
+from pallas_kernels.block_sparse_attention.pallas_gpu_queries import (
+    Done,
+    Turns,
+    drain,
+    launch,
+)
 from pallas_kernels.block_sparse_attention.pallas_gpu_tiles import (
     Mask,
     Part,
@@ -29,7 +36,6 @@ from pallas_kernels.block_sparse_attention.pallas_gpu_tiles import (
     logits_and_slope,
     part_of,
     queries,
-    read_item,
     registers,
     tile,
     vector,
@@ -42,7 +48,8 @@ from pallas_kernels.pallas_gpu_hopper import over_columns, over_rows, products, 
 class _Shared(NamedTuple):
     """Shared memory and barriers of a block; `pallas_gpu_queries.Shared` says how they work."""
 
-    keys: Ref  # [lanes, slices, tile, K / slices]
+    items: items_of_block.Ring
+    keys: Ref  # [lanes, tiles, slices, tile, K / slices]
     values: Ref
     q: Ref  # [lanes, stages, slices, step, K / slices]
     do: Ref
@@ -54,6 +61,7 @@ class _Shared(NamedTuple):
     q_free: Ref
     do_loaded: Ref
     do_free: Ref
+    turn: Ref
 
 
 class _Visit(NamedTuple):
@@ -65,23 +73,25 @@ class _Visit(NamedTuple):
     run: Int[Array, ""] | None
 
 
-def _scratch(plan: Plan, K: int, V: int, ids: bool) -> _Shared:
+def _scratch(plan: Plan, K: int, V: int, ids: bool, interpret: bool) -> _Shared:
     lanes, stages, slices, step = plan.lanes, plan.stages, plan.slices, plan.step
-    rings = lanes * stages
+    rings, places = lanes * stages, lanes * plan.tiles
     free = functools.partial(plgpu.Barrier, num_arrivals=plan.workers // lanes)
     return _Shared(
-        keys=swizzled(lanes, slices, plan.tile, K // slices),
-        values=swizzled(lanes, slices, plan.tile, V // slices),
+        items=items_of_block.scratch(plan, interpret),
+        keys=swizzled(lanes, plan.tiles, slices, plan.tile, K // slices),
+        values=swizzled(lanes, plan.tiles, slices, plan.tile, V // slices),
         q=swizzled(lanes, stages, slices, step, K // slices),
         do=swizzled(lanes, stages, slices, step, V // slices),
         stats=plgpu.SMEM((lanes, stages, 2, step), jnp.float32),
         query_ids=plgpu.SMEM((lanes, stages, step), jnp.int32) if ids else None,
-        resident_loaded=plgpu.Barrier(num_arrivals=2 * slices, num_barriers=lanes),
-        resident_free=free(num_barriers=lanes),
+        resident_loaded=plgpu.Barrier(num_arrivals=2 * slices, num_barriers=places),
+        resident_free=free(num_barriers=places),
         q_loaded=plgpu.Barrier(num_arrivals=slices + 1 + ids, num_barriers=rings),
         q_free=free(num_barriers=rings),
         do_loaded=plgpu.Barrier(num_arrivals=slices, num_barriers=rings),
         do_free=free(num_barriers=rings),
+        turn=plgpu.Barrier(num_arrivals=1, num_barriers=2),
     )
 
 
@@ -93,12 +103,8 @@ def _kernel(setup: Setup, plan: Plan, mask: Mask, q_ref, do_ref, stats_ref, k_re
     lanes, stages, slices = plan.lanes, plan.stages, plan.slices
     K, V = k_ref.shape[3] // slices, v_ref.shape[3] // slices  # columns of a slice
     pieces = plan.tiling.query // plan.step  # of a query tile
-    rounds = mask.items.shape[0]
     worker = lax.axis_index("worker")
     limits = registers(plan.workers)
-
-    def item_of(round_, lane) -> Item:
-        return read_item(mask, jnp.minimum(round_, rounds - 1), lane)
 
     def member(item: Item, j) -> Item:
         """The visits of a key tile by query head j of its group."""
@@ -148,21 +154,22 @@ def _kernel(setup: Setup, plan: Plan, mask: Mask, q_ref, do_ref, stats_ref, k_re
         if limits is not None:
             plgpu.set_max_registers(limits[1], action="decrease")
 
-        def round_(round_, done):
-            items = [item_of(round_, lane) for lane in range(lanes)]
-            tiles_done, steps_done = zip(*done, strict=True)
+        def copy(items: list[Item], done: list[Done]) -> list[Done]:
             for lane, item in enumerate(items):
 
                 @pl.when(item.tile >= 0)
                 def _resident(lane=lane, item=item):
-                    free = shared.resident_free.at[lane]
-                    pl.when(tiles_done[lane] > 0)(functools.partial(plgpu.barrier_wait, free))
+                    tiles = done[lane].tiles
+                    slot = lax.rem(tiles, jnp.int32(plan.tiles))
+                    place = lane * plan.tiles + slot
+                    free = shared.resident_free.at[place]
+                    pl.when(tiles >= plan.tiles)(functools.partial(plgpu.barrier_wait, free))
                     tokens = pl.ds(item.tile * plan.tile, plan.tile)
                     for ref, to, width in ((k_ref, shared.keys, K), (v_ref, shared.values, V)):
                         for s in range(slices):
                             source = ref.at[item.batch, tokens, item.head, columns(s, width)]
-                            loaded = shared.resident_loaded.at[lane]
-                            plgpu.copy_gmem_to_smem(source, to.at[lane, s], loaded)
+                            loaded = shared.resident_loaded.at[place]
+                            plgpu.copy_gmem_to_smem(source, to.at[lane, slot, s], loaded)
 
             def of_member(j, done):
                 here = [member(item, j) for item in items]
@@ -175,18 +182,17 @@ def _kernel(setup: Setup, plan: Plan, mask: Mask, q_ref, do_ref, stats_ref, k_re
                             functools.partial(copy_step, lane, item, step, done[lane] + step)
                         )
 
-                return tuple(x + y for x, y in zip(done, steps, strict=True))
+                return [x + y for x, y in zip(done, steps, strict=True)]
 
-            steps_done = lax.fori_loop(0, group, of_member, steps_done)
-            here = [(item.tile >= 0).astype(jnp.int32) for item in items]
-            tiles_done = [x + y for x, y in zip(tiles_done, here, strict=True)]
-            return tuple(zip(tiles_done, steps_done, strict=True))
+            steps_done = lax.fori_loop(0, group, of_member, [x.steps for x in done])
+            return [
+                Done(before.tiles + (item.tile >= 0).astype(jnp.int32), steps)
+                for before, item, steps in zip(done, items, steps_done, strict=True)
+            ]
 
-        none = (jnp.int32(0), jnp.int32(0))
-        done = lax.fori_loop(0, rounds, round_, (none,) * lanes)
-        for lane, (tiles_done, steps_done) in enumerate(done):
-            free = shared.resident_free, shared.q_free, shared.do_free
-            drain(plan, lane, tiles_done, steps_done, *free)
+        none = [Done.nothing()] * lanes
+        done = items_of_block.deal(plan, mask.items, shared.items, copy, none)
+        drain(plan, done, shared.resident_free, shared.q_free, shared.do_free)
 
     @pl.when(worker < plan.workers)
     def _computes():
@@ -198,8 +204,7 @@ def _kernel(setup: Setup, plan: Plan, mask: Mask, q_ref, do_ref, stats_ref, k_re
         lane = lax.div(worker, jnp.int32(slices * plan.tile // ROWS))
         panels = [lax.rem(worker, jnp.int32(1)) + s for s in range(slices)]
         rows = pl.ds(half * ROWS, ROWS)
-        keys = [shared.keys.at[lane, s, rows] for s in panels]
-        values = [shared.values.at[lane, s, rows] for s in panels]
+        turns = Turns(shared.turn, half, plan.take_turns)
         shape = (ROWS, plan.step)
 
         def visit_of(item: Item, step) -> _Visit:
@@ -213,28 +218,41 @@ def _kernel(setup: Setup, plan: Plan, mask: Mask, q_ref, do_ref, stats_ref, k_re
                 run = mask.query_runs[item.batch, place]
             return _Visit(item.position + start, leaf, far, run)
 
-        def add(part: Part, ids, visit: _Visit, slot, carry):
+        def queries_at(slot, ref: Ref) -> list[Ref]:
+            return [ref.at[lane, slot, s] for s in panels]
+
+        def scores_of(place, slot):
+            keys = [shared.keys.at[lane, place, s, rows] for s in panels]
+            q = queries_at(slot, shared.q)
+            return [(x, y.transpose((1, 0))) for x, y in zip(keys, q, strict=True)], None
+
+        def first_scores(place, slot):
+            plgpu.barrier_wait(shared.q_loaded.at[lane * stages + slot])
+            turns.wait()
+            (scores,), _ = products(interpret, scores_of(place, slot), meanwhile=turns.end)
+            return scores
+
+        def add(place, part: Part, ids, visit: _Visit, slot, following, carry, scores):
             dk, dv, dbias = carry
+            values = [shared.values.at[lane, place, s, rows] for s in panels]
             ring = lane * stages + slot
-            q = [shared.q.at[lane, slot, s] for s in panels]
-            do = [shared.do.at[lane, slot, s] for s in panels]
             band = queries(setup, visit.position, plan.step, visit.leaf, visit.run)
             part = part._replace(far=visit.far)
 
             def same_document():
                 return over_rows(ids, shape) == over_columns(shared.query_ids.at[lane, slot], shape)
 
-            plgpu.barrier_wait(shared.q_loaded.at[ring])
-            pairs = [(x, y.transpose((1, 0))) for x, y in zip(keys, q, strict=True)]
-            (scores,), _ = products(interpret, (pairs, None))
             same = None if ids is None else same_document
             logits, slope = logits_and_slope(setup, scores, band, (part,), 0, same)
             lse = over_columns(shared.stats.at[lane, slot, 0], shape)
             p = jnp.exp2(logits * setup.unit - lse)
             plgpu.barrier_wait(shared.do_loaded.at[ring])
+            do = queries_at(slot, shared.do)
             pairs = [(x, y.transpose((1, 0))) for x, y in zip(values, do, strict=True)]
             mine = shared.do.at[lane, slot, slice_]
-            (dv, dp), _ = products(interpret, ([(p.astype(jnp.bfloat16), mine)], dv), (pairs, None))
+            terms = ([(p.astype(jnp.bfloat16), mine)], dv), (pairs, None)
+            turns.wait()
+            (dv, dp), _ = products(interpret, *terms, meanwhile=turns.end)
             plgpu.barrier_arrive(shared.do_free.at[ring])
             da = p * (dp + over_columns(shared.stats.at[lane, slot, 1], shape))
             if part.bias is not None:
@@ -247,17 +265,23 @@ def _kernel(setup: Setup, plan: Plan, mask: Mask, q_ref, do_ref, stats_ref, k_re
                 )
                 dbias += biased.sum(axis=1)
             dx = (da if slope is None else da * slope).astype(jnp.bfloat16)
-            mine = shared.q.at[lane, slot, slice_]
-            (dk,), _ = products(interpret, ([(dx, mine)], dk))
+            terms = [([(dx, shared.q.at[lane, slot, slice_])], dk)]
+            if following is not None:
+                plgpu.barrier_wait(shared.q_loaded.at[lane * stages + following])
+                terms.append(scores_of(place, following))
+            turns.wait()
+            (dk, *ahead), _ = products(interpret, *terms, meanwhile=turns.end)
             plgpu.barrier_arrive(shared.q_free.at[ring])
-            return dk, dv, dbias
+            return (dk, dv, dbias), ahead[0] if ahead else None
 
-        def compute(item: Item, done):
+        def compute(item: Item, done: Done):
             first = item.tile * plan.tile + half * ROWS
+            slot = lax.rem(done.tiles, jnp.int32(plan.tiles))
+            place = lane * plan.tiles + slot
             tokens, ids = pl.ds(first, ROWS), None
             if mask.key_ids is not None:
                 ids = load_rows(mask.key_ids.at[item.batch, tokens])
-            plgpu.barrier_wait(shared.resident_loaded.at[lane])
+            plgpu.barrier_wait(shared.resident_loaded.at[place])
 
             def of_member(j, carry):
                 dk, dv, done = carry
@@ -266,14 +290,26 @@ def _kernel(setup: Setup, plan: Plan, mask: Mask, q_ref, do_ref, stats_ref, k_re
                 where = here.batch, here.head, heads, jnp.int32(0), item.tile, first, ROWS
                 part = part_of(setup, mask, *where)
 
-                def one(step, carry):
-                    inner, visit = carry
-                    ahead = visit_of(here, step + 1)
-                    slot = lax.rem(done + step, jnp.int32(stages))
-                    return add(part, ids, visit, slot, inner), ahead
+                def slot_of(step):
+                    return lax.rem(done + step, jnp.int32(stages))
 
-                carry = (dk, dv, vector(0.0)), visit_of(here, jnp.int32(0))
-                (dk, dv, dbias), _ = lax.fori_loop(0, steps, one, carry)
+                def step_of(step, following, carry, visit, scores):
+                    return add(slot, part, ids, visit, slot_of(step), following, carry, scores)
+
+                def one(step, state):
+                    carry, visit, scores = state
+                    ahead = visit_of(here, step + 1)
+                    carry, scores = step_of(step, slot_of(step + 1), carry, visit, scores)
+                    return carry, ahead, scores
+
+                def all_steps(carry):
+                    zero = jnp.int32(0)
+                    state = carry, visit_of(here, zero), first_scores(slot, slot_of(zero))
+                    carry, visit, scores = lax.fori_loop(0, steps - 1, one, state)
+                    return step_of(steps - 1, None, carry, visit, scores)[0]
+
+                carry = dk, dv, vector(0.0)
+                dk, dv, dbias = lax.cond(steps > 0, all_steps, lambda carry: carry, carry)
                 if dbias_ref:
 
                     @pl.when(slice_ == 0)
@@ -282,24 +318,25 @@ def _kernel(setup: Setup, plan: Plan, mask: Mask, q_ref, do_ref, stats_ref, k_re
 
                 return dk, dv, done + steps
 
-            dk, dv, _ = lax.fori_loop(0, group, of_member, (tile(K), tile(V), done))
-            plgpu.barrier_arrive(shared.resident_free.at[lane])
+            dk, dv, _ = lax.fori_loop(0, group, of_member, (tile(K), tile(V), done.steps))
+            plgpu.barrier_arrive(shared.resident_free.at[place])
             b, g = item.batch, item.head
             dk = (dk * setup.scale).astype(jnp.bfloat16)
             dk_ref.at[b, tokens, g, columns(slice_, K)][...] = dk
             dv_ref.at[b, tokens, g, columns(slice_, V)][...] = dv.astype(jnp.bfloat16)
 
-        def round_(round_, carry):
-            item, done = carry
-            ahead = item_of(round_ + 1, lane)
+        def one_tile(item: Item, done: Done) -> Done:
             pl.when(item.tile >= 0)(functools.partial(compute, item, done))
 
-            def further(j, done):
-                return done + steps_of(member(item, j))
+            def further(j, steps):
+                return steps + steps_of(member(item, j))
 
-            return ahead, lax.fori_loop(0, group, further, done)
+            steps = lax.fori_loop(0, group, further, done.steps)
+            return Done(done.tiles + (item.tile >= 0).astype(jnp.int32), steps)
 
-        lax.fori_loop(0, rounds, round_, (item_of(0, lane), jnp.int32(0)))
+        turns.begin()
+        items_of_block.take(shared.items, lane, one_tile, Done.nothing())
+        turns.close()
 
 
 def key_gradients(
@@ -334,7 +371,7 @@ def key_gradients(
         k,
         v,
         out_type=tuple(out_type),
-        shared=_scratch(plan, K, V, mask.query_ids is not None),
+        shared=_scratch(plan, K, V, mask.query_ids is not None, setup.interpret is not None),
         name="dkv",
         interpret=setup.interpret,
     )

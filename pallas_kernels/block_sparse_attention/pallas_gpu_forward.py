@@ -1,8 +1,8 @@
 """Hopper kernel: the forward pass, one tile of queries after the other.
 
-Of two warpgroups one multiplies while the other exponentiates (FlashAttention-3, Shah et al.,
-arXiv 2407.08608, section 3.1). Registers of a thread, V = 128, steps of 128 keys: 64 output,
-64 logits, 32 probabilities (bf16 pairs), of 232.
+The logits of a step are multiplied beside the output of the step before, and the exponentials of
+one warpgroup are taken while the other multiplies (`Turns`). Registers of a thread, V = 128, steps
+of 128 keys: 64 output, 64 logits, 32 probabilities (bf16 pairs), of 232.
 """
 
 import functools
@@ -11,7 +11,6 @@ import math
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.array_types import Array, Float
 from pallas_kernels.block_sparse_attention.pallas_gpu_plan import Plan
@@ -20,9 +19,9 @@ from pallas_kernels.block_sparse_attention.pallas_gpu_queries import (
     Place,
     Shared,
     Step,
+    Turns,
     launch,
     scratch,
-    take_turn,
     walk,
 )
 from pallas_kernels.block_sparse_attention.pallas_gpu_tiles import (
@@ -32,30 +31,37 @@ from pallas_kernels.block_sparse_attention.pallas_gpu_tiles import (
     tile,
     vector,
 )
-from pallas_kernels.pallas_gpu_hopper import over_rows, product, products
+from pallas_kernels.pallas_gpu_hopper import over_rows, products
 
 
 def _kernel(setup: Setup, plan: Plan, mask: Mask, q, k, v, o, lse, shared: Shared):
     interpret = setup.interpret is not None
-    turn = functools.partial(take_turn, plan, shared.turn)
     V = v.shape[3]
 
     def begin(place: Place):
         return tile(V), vector(-jnp.inf), vector(0.0)
 
-    def online_softmax(place: Place, step: Step, carry):
-        total, largest, weight = carry
-        step.wait_for_keys()
-        mine = shared.resident[0].at[*place.rows]
-        pair = (mine, step.keys.transpose((1, 0)))
-        (scores,), _ = products(interpret, ([pair], None), meanwhile=turn)
-        if step.same_document is None:
+    def scores_of(place: Place, step: Step):
+        return [(shared.resident[0].at[*place.rows], step.keys.transpose((1, 0)))], None
+
+    def release_keys(step: Step):
+        if step.same_document is None:  # the ids lie beside the keys
             step.release_keys()
-        logits, _ = logits_and_slope(
-            setup, scores, place.queries, step.parts, 1, step.same_document
-        )
-        if step.same_document is not None:
-            step.release_keys()  # the ids lie beside the keys
+
+    def first(turns: Turns, place: Place, step: Step):
+        step.wait_for_keys()
+        turns.wait()
+        (scores,), _ = products(interpret, scores_of(place, step), meanwhile=turns.end)
+        release_keys(step)
+        return scores
+
+    def online_softmax(
+        turns: Turns, place: Place, now: Step, following: Step | None, carry, scores
+    ):
+        total, largest, weight = carry
+        logits, _ = logits_and_slope(setup, scores, place.queries, now.parts, 1, now.same_document)
+        if now.same_document is not None:
+            now.release_keys()
         raised = jnp.maximum(largest, logits.max(axis=1) * setup.unit)
         # a query that has seen nothing yet has no largest logit; 0 keeps the exponents numbers
         base = jnp.where(raised == -jnp.inf, 0.0, raised)
@@ -65,14 +71,17 @@ def _kernel(setup: Setup, plan: Plan, mask: Mask, q, k, v, o, lse, shared: Share
         weight = weight * shrink + p.sum(axis=1)
         p = p.astype(jnp.bfloat16)
         total, raised, weight, p = lax.optimization_barrier((total, raised, weight, p))
-        if plan.take_turns:
-            plgpu.barrier_arrive(shared.turn)
-        step.wait_for_values()
-        if plan.take_turns:
-            plgpu.barrier_wait(shared.turn)
-        total = product(interpret, p, step.values, total)
-        step.release_values()
-        return total, raised, weight
+        now.wait_for_values()
+        terms = [([(p, now.values)], total)]
+        if following is not None:
+            following.wait_for_keys()
+            terms.append(scores_of(place, following))
+        turns.wait()
+        (total, *ahead), _ = products(interpret, *terms, meanwhile=turns.end)
+        now.release_values()
+        if following is not None:
+            release_keys(following)
+        return (total, raised, weight), ahead[0] if ahead else None
 
     def finish(place: Place, carry):
         total, largest, weight = carry
@@ -84,7 +93,11 @@ def _kernel(setup: Setup, plan: Plan, mask: Mask, q, k, v, o, lse, shared: Share
         natural = (largest + jnp.log2(jnp.where(some, weight, 1.0))) * math.log(2)
         lse.at[b, h, place.tokens][...] = natural
 
-    walk(setup, plan, mask, [q], k, v, shared, Kernel(begin, online_softmax, finish))
+    def kernel(turns: Turns) -> Kernel:
+        step = functools.partial(online_softmax, turns)
+        return Kernel(begin, functools.partial(first, turns), step, finish)
+
+    walk(setup, plan, mask, [q], k, v, shared, kernel)
 
 
 def forward(
@@ -109,7 +122,7 @@ def forward(
             jax.ShapeDtypeStruct((B, Tp, H, V), v.dtype),
             jax.ShapeDtypeStruct((B, H, Tp), jnp.float32),
         ),
-        shared=scratch(plan, [K], K, V, mask.key_ids is not None),
+        shared=scratch(plan, [K], K, V, mask.key_ids is not None, setup.interpret is not None),
         name="forward",
         interpret=setup.interpret,
     )

@@ -17,14 +17,16 @@ from pallas_kernels.block_sparse_attention.schedule import (
     Visits,
     tiling,
 )
-from pallas_kernels.blocks import cdiv
+from pallas_kernels.blocks import pad_to_multiple
 
 ROWS = 64  # of a warpgroup: the M of one wgmma instruction
 SMEM_BYTES = 227 * 1024
-RESERVED_BYTES = 3 * 1024  # barriers, and what Mosaic keeps for reductions
+RESERVED_BYTES = 4 * 1024  # barriers, and what Mosaic keeps for reductions
 L2_BYTES = 32 * 2**20  # what neighbouring tiles may stream and still find in the 50 MiB of L2
 MULTIPROCESSORS = 132
 MOST_STAGES = 4
+LANE_WORDS = 16  # in memory, of an `Item`
+ITEM_WORDS = 32  # of a row of items: two lanes, and what the copy engine takes at once
 
 
 class Plan(NamedTuple):
@@ -36,7 +38,8 @@ class Plan(NamedTuple):
     stages: int  # steps in shared memory at once
     lanes: int = 1  # tiles that a block works on at once, each with its own ring
     slices: int = 1  # warpgroups that share rows and split the columns of the results
-    blocks: int | None = MULTIPROCESSORS  # among which tiles are dealt out; None: one a tile
+    tiles: int = 1  # in shared memory at once, for each lane: 2 load the next during the last
+    blocks: int = MULTIPROCESSORS  # of threads, which claim tiles until none is left
     take_turns: bool = True  # of two warpgroups one multiplies while the other exponentiates
 
     @property
@@ -77,79 +80,88 @@ def plans(mask: BlockMask, K: int, V: int, ids: bool) -> Plans:
     wide = max(K, V) > 128
     token = 2 * (K + V)
 
-    def stages(resident: int, streamed: int) -> int:
-        return min(MOST_STAGES, (SMEM_BYTES - RESERVED_BYTES - resident) // streamed)
+    def depths(resident: int, streamed: int, enough: int) -> tuple[int, int] | None:
+        """(tiles, stages) in shared memory, a second tile where `enough` stages fit beside it.
 
-    def by_query(query: int, step: int, resident: int, take_turns: bool) -> Plan:
+        None where two stages do not fit.
+        """
+        free = SMEM_BYTES - RESERVED_BYTES
+        tiles = 2 if 2 * resident + enough * streamed <= free else 1
+        stages = min(MOST_STAGES, (free - tiles * resident) // streamed)
+        return (tiles, stages) if stages >= 2 else None
+
+    def by_query(query: int, step: int, resident: int, enough: int) -> Plan:
         """`resident` bytes for each query; two lanes where they leave room for two stages."""
         streamed = step * (token + 4 * ids)
         for lanes in (2, 1) if query == ROWS else (1,):
-            depth = stages(lanes * query * resident, lanes * streamed)
-            if depth >= 2:
-                turns = take_turns and query > ROWS
-                return Plan(Tiling(query, key), query, step, depth, lanes, take_turns=turns)
-        return by_query(ROWS, step, resident, take_turns)
+            depth = depths(lanes * query * resident, lanes * streamed, enough)
+            if depth is not None:
+                return Plan(
+                    Tiling(query, key),
+                    query,
+                    step,
+                    stages=depth[1],
+                    lanes=lanes,
+                    tiles=depth[0],
+                    take_turns=query > ROWS,
+                )
+        return by_query(ROWS, step, resident, enough)
 
     key_tile = ROWS if wide else key
     lanes = 2 if key_tile == ROWS and not wide else 1
     streamed = ROWS * (token + 8 + 4 * ids)
+    depth = depths(lanes * key_tile * token, lanes * streamed, 3)
+    assert depth is not None, (K, V)
     return Plans(
-        forward=by_query(query, 64 if wide or query == ROWS else 128, 2 * K, take_turns=True),
-        dq=by_query(query, 64, token, take_turns=False),
+        forward=by_query(query, 64 if wide or query == ROWS else 128, 2 * K, 2),
+        dq=by_query(query, 64, token, 3),
         dkv=Plan(
             Tiling(query, key_tile),
             key_tile,
             ROWS,
-            stages(lanes * key_tile * token, lanes * streamed),
-            lanes,
+            stages=depth[1],
+            lanes=lanes,
             slices=2 if wide else 1,
-            take_turns=False,
+            tiles=depth[0],
+            take_turns=key_tile > ROWS,
         ),
     )
 
 
-def order(plan: Plan, work: Int[Array, "L X"], together: int) -> Int[Array, "rounds blocks lanes"]:
-    """Places in `work` in the order in which blocks take them; -1 where a lane rests.
+def order(plan: Plan, work: Int[Array, "L X"], together: int) -> Int[Array, "rows lanes"]:
+    """Places in `work` in the order in which blocks claim them; -1 where a lane rests.
 
     The lists of `together` heads in a row, which share keys in L2, are done before others, the
-    groups with most work first, and in a group the longest tiles first. A persistent block takes
-    one place a lane of each round; every other round runs backwards, so that all blocks get the
-    same sum where lengths fall evenly. Other blocks are started in order as those before end.
+    groups with most work first, and in a group the longest tiles first: what is left for the end
+    is short.
     """
-    L, X = work.shape
-    groups = cdiv(L, together)
-    work = jnp.pad(work, ((0, groups * together - L), (0, 0)), constant_values=-1)
-    work = work.reshape(groups, together * X)
+    work = work.reshape(-1, together * work.shape[1])
     place = jnp.argsort(-work, axis=1, stable=True).astype(jnp.int32)
-    alive = jnp.take_along_axis(work, place, axis=1) >= 0
-    place = jnp.where(alive, place + (jnp.arange(groups) * together * X)[:, None], -1)
-    place = place[jnp.argsort(-jnp.maximum(work, 0).sum(1), stable=True)]
-    if plan.blocks is None:
-        place = place.reshape(-1)
-        place = jnp.pad(place, (0, -place.size % plan.lanes), constant_values=-1)
-        return place.reshape(1, -1, plan.lanes)
-    blocks = min(plan.blocks, cdiv(L * X, plan.lanes))
-    width = blocks * plan.lanes
-    rest = -place.shape[1] % (width if groups == 1 else 2 * width)
-    place = jnp.pad(place, ((0, 0), (0, rest)), constant_values=-1).reshape(groups, -1, width)
-    place = place.at[:, 1::2].set(place[:, 1::2, ::-1])
-    return place.reshape(-1, blocks, plan.lanes)
+    place += jnp.arange(work.shape[0])[:, None] * work.shape[1]
+    place = place[jnp.argsort(-work.sum(1), stable=True)].reshape(-1)
+    return (pad_to_multiple(place + 1, plan.lanes, axis=0) - 1).reshape(-1, plan.lanes)
 
 
 def _heads_together(bytes_of_a_head: int, heads: int) -> int:
-    return max(1, min(heads, L2_BYTES // bytes_of_a_head))
+    """The most heads whose bytes fit in L2, of those that divide `heads`."""
+    most = max(1, min(heads, L2_BYTES // bytes_of_a_head))
+    return next(n for n in range(most, 0, -1) if heads % n == 0)
 
 
 def _items(place: Array, fields: list[Array], shape: tuple[int, ...]) -> Array:
-    """[rounds, blocks, lanes, 9]: the fields (broadcast to `shape`) of each place."""
+    """The fields (broadcast to `shape`) of each place, and a row without a tile at the end."""
     table = jnp.stack([jnp.broadcast_to(x, shape).reshape(-1) for x in fields], axis=-1)
+    place = jnp.pad(place, ((0, 1), (0, 0)), constant_values=-1)
     rest = jnp.zeros(len(fields), jnp.int32).at[2].set(-1)
-    return jnp.where(place[..., None] >= 0, table[place], rest).astype(jnp.int32)
+    rows = jnp.where(place[..., None] >= 0, table[place], rest).astype(jnp.int32)
+    rows = jnp.pad(rows, ((0, 0), (0, 0), (0, LANE_WORDS - len(fields))))
+    rows = rows.reshape(place.shape[0], -1)
+    return jnp.pad(rows, ((0, 0), (0, ITEM_WORDS - rows.shape[1])))
 
 
 def items_by_query(
     plan: Plan, visits: Visits, facts: Facts, offset: Int[Array, "#B"], head_bytes: int, G: int
-) -> Int[Array, "rounds blocks lanes 9"]:
+) -> Int[Array, "rows 32"]:
     """`Item`s of all query tiles; `head_bytes` are what a key/value head streams."""
     B, _, _ = shape = facts.leaf.shape
     start, count, first, length = jnp.moveaxis(visits.rows, -1, 0)
@@ -161,7 +173,7 @@ def items_by_query(
 
 def items_by_key(
     plan: Plan, visits: Visits, offset: Int[Array, "#B"], head_bytes: int, G: int
-) -> Int[Array, "rounds blocks lanes 9"]:
+) -> Int[Array, "rows 32"]:
     """`Item`s of all key tiles; `head_bytes` are what the queries of a key/value head stream."""
     B, _, N, _ = visits.rows.shape
     work = (visits.rows[..., 1] + visits.rows[..., 3]).reshape(B, G, -1, N).sum(2)

@@ -1,9 +1,9 @@
 """The Hopper kernels over query tiles: copying warpgroup, rings of key tiles, order of tiles.
 
-A block has one or two computing warpgroups of 64 queries and one that copies. In a lane the
-tile's arrays (q; in the backward pass do too) lie in shared memory while its keys and values come
-through a ring of `stages` slots. Barriers: `*_loaded` by the copy engine, `*_free` by the
-warpgroups that have read. The copying warpgroup runs ahead over the end of a tile.
+A block has one or two computing warpgroups of 64 queries and one that copies. In a lane a tile's
+arrays (q; in the backward pass do too) stay in one of `tiles` places in shared memory while its
+keys and values come through a ring of `stages` slots. Barriers: `*_loaded` by the copy engine,
+`*_free` by the warpgroups that have read. The copying warpgroup runs ahead over the end of a tile.
 """
 
 import functools
@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.array_types import Array
+from pallas_kernels.block_sparse_attention import pallas_gpu_items as items_of_block
 from pallas_kernels.block_sparse_attention.pallas_gpu_plan import ROWS, Item, Plan
 from pallas_kernels.block_sparse_attention.pallas_gpu_tiles import (
     Mask,
@@ -26,7 +27,6 @@ from pallas_kernels.block_sparse_attention.pallas_gpu_tiles import (
     load_rows,
     part_of,
     queries,
-    read_item,
     registers,
     visited_tile,
 )
@@ -37,7 +37,8 @@ from pallas_kernels.pallas_gpu_hopper import READ_ONLY_SMEM, over_columns, over_
 class Shared(NamedTuple):
     """Shared memory and barriers of a block."""
 
-    resident: list[Ref]  # [lanes, tile, width] each
+    items: items_of_block.Ring
+    resident: list[Ref]  # [lanes, tiles, tile, width] each
     keys: Ref  # [lanes, stages, step, K]
     values: Ref
     key_ids: Ref | None  # [lanes, stages, step]
@@ -56,7 +57,7 @@ class Place(NamedTuple):
     item: Item
     queries: Queries
     tokens: Any  # its rows of the arrays of queries
-    rows: Any  # the same in shared memory: (lane, rows of the tile)
+    rows: Any  # the same in shared memory: (lane, place, rows of the tile)
     ids: Array | None  # of its queries
 
 
@@ -74,31 +75,76 @@ class Step(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """What a kernel does at a tile; begin(place) -> carry, step(place, step, carry) -> carry."""
+    """What a kernel does at a tile. `ahead` are products of a step that are issued one step early.
+
+    begin(place) -> carry; first(place, step) -> ahead; step(place, now, next or None, carry, ahead)
+    -> (carry, ahead of next or None).
+    """
 
     begin: Callable[[Place], Any]
-    step: Callable[[Place, Step, Any], Any]
+    first: Callable[[Place, Step], Any]
+    step: Callable[[Place, Step, Step | None, Any, Any], tuple[Any, Any]]
     finish: Callable[[Place, Any], None]
 
 
-def scratch(plan: Plan, widths: list[int], K: int, V: int, ids: bool) -> Shared:
+class Turns(NamedTuple):
+    """The two warpgroups of a tile issue their products by turns.
+
+    So one multiplies while the other exponentiates (FlashAttention-3, Shah et al., arXiv
+    2407.08608, section 3.1). A turn ends when the products are issued.
+    """
+
+    barriers: Ref
+    half: Any
+    taken: bool
+
+    def begin(self) -> None:
+        if self.taken:
+            pl.when(self.half == 1)(self.end)
+
+    def wait(self) -> None:
+        if self.taken:
+            plgpu.barrier_wait(self.barriers.at[self.half])
+
+    def end(self) -> None:
+        if self.taken:
+            plgpu.barrier_arrive(self.barriers.at[1 - self.half])
+
+    def close(self) -> None:
+        if self.taken:
+            pl.when(self.half == 0)(self.wait)
+
+
+class Done(NamedTuple):
+    """What a lane has behind it: which places and slots come next, and how often they were used."""
+
+    tiles: Any
+    steps: Any
+
+    @classmethod
+    def nothing(cls) -> "Done":
+        return cls(jnp.int32(0), jnp.int32(0))
+
+
+def scratch(plan: Plan, widths: list[int], K: int, V: int, ids: bool, interpret: bool) -> Shared:
     """Types of `Shared`, for resident arrays of the given widths."""
-    lanes, stages, step = plan.lanes, plan.stages, plan.step
+    lanes, tiles, stages, step = plan.lanes, plan.tiles, plan.stages, plan.step
     parts, rings = _parts(plan), lanes * stages
     readers = plan.tile // ROWS
     free = functools.partial(plgpu.Barrier, num_arrivals=readers)
     return Shared(
-        resident=[swizzled(lanes, plan.tile, width) for width in widths],
+        items=items_of_block.scratch(plan, interpret),
+        resident=[swizzled(lanes, tiles, plan.tile, width) for width in widths],
         keys=swizzled(lanes, stages, step, K),
         values=swizzled(lanes, stages, step, V),
         key_ids=plgpu.SMEM((lanes, stages, step), jnp.int32) if ids else None,
-        resident_loaded=plgpu.Barrier(num_arrivals=len(widths), num_barriers=lanes),
-        resident_free=free(num_barriers=lanes),
+        resident_loaded=plgpu.Barrier(num_arrivals=len(widths), num_barriers=lanes * tiles),
+        resident_free=free(num_barriers=lanes * tiles),
         keys_loaded=plgpu.Barrier(num_arrivals=parts * (1 + ids), num_barriers=rings),
         keys_free=free(num_barriers=rings),
         values_loaded=plgpu.Barrier(num_arrivals=parts, num_barriers=rings),
         values_free=free(num_barriers=rings),
-        turn=plgpu.Barrier(num_arrivals=2),
+        turn=plgpu.Barrier(num_arrivals=1, num_barriers=2),
     )
 
 
@@ -115,20 +161,16 @@ def walk(
     k: Ref,
     v: Ref,
     shared: Shared,
-    kernel: Kernel,
+    kernel: Callable[[Turns], Kernel],
 ) -> None:
-    """Runs `kernel` over this block's items."""
+    """Runs a kernel over this block's items."""
     heads, group = resident[0].shape[2], resident[0].shape[2] // k.shape[2]
     lanes, stages, parts = plan.lanes, plan.stages, _parts(plan)
     size = plan.step // parts
     pieces = plan.tiling.key // size  # of a key tile
     tiles = cdiv(setup.S, plan.tiling.key)
-    rounds = mask.items.shape[0]
     worker = lax.axis_index("worker")
     limits = registers(plan.workers)
-
-    def item_of(round_, lane) -> Item:
-        return read_item(mask, jnp.minimum(round_, rounds - 1), lane)
 
     def steps_of(item: Item):
         return lax.div((item.count + item.length) * pieces + (parts - 1), jnp.int32(parts))
@@ -162,40 +204,38 @@ def walk(
         if limits is not None:
             plgpu.set_max_registers(limits[1], action="decrease")
 
-        def round_(round_, done):
-            items = [item_of(round_, lane) for lane in range(lanes)]
+        def copy(items: list[Item], done: list[Done]) -> list[Done]:
             steps = [steps_of(item) for item in items]
-            counted = []
             for lane, item in enumerate(items):
-                tiles_done, steps_done = done[lane]
 
                 @pl.when(item.tile >= 0)
-                def _resident(lane=lane, item=item, tiles_done=tiles_done):
-                    free = shared.resident_free.at[lane]
-                    pl.when(tiles_done > 0)(functools.partial(plgpu.barrier_wait, free))
+                def _resident(lane=lane, item=item):
+                    tiles = done[lane].tiles
+                    slot = lax.rem(tiles, jnp.int32(plan.tiles))
+                    place = lane * plan.tiles + slot
+                    free = shared.resident_free.at[place]
+                    pl.when(tiles >= plan.tiles)(functools.partial(plgpu.barrier_wait, free))
                     tokens = pl.ds(item.tile * plan.tile, plan.tile)
                     for ref, to in zip(resident, shared.resident, strict=True):
                         source = ref.at[item.batch, tokens, item.head]
-                        loaded = shared.resident_loaded.at[lane]
-                        plgpu.copy_gmem_to_smem(source, to.at[lane], loaded)
-
-                here = (item.tile >= 0).astype(jnp.int32)
-                counted.append((tiles_done + here, steps_done + steps[lane]))
+                        loaded = shared.resident_loaded.at[place]
+                        plgpu.copy_gmem_to_smem(source, to.at[lane, slot], loaded)
 
             @pl.loop(0, functools.reduce(jnp.maximum, steps))
             def _(step):
                 for lane, item in enumerate(items):
                     pl.when(step < steps[lane])(
-                        functools.partial(copy_step, lane, item, step, done[lane][1] + step)
+                        functools.partial(copy_step, lane, item, step, done[lane].steps + step)
                     )
 
-            return tuple(counted)
+            return [
+                Done(before.tiles + (item.tile >= 0).astype(jnp.int32), before.steps + n)
+                for before, item, n in zip(done, items, steps, strict=True)
+            ]
 
-        none = (jnp.int32(0), jnp.int32(0))
-        done = lax.fori_loop(0, rounds, round_, (none,) * lanes)
-        for lane, (tiles_done, steps_done) in enumerate(done):
-            free = shared.resident_free, shared.keys_free, shared.values_free
-            drain(plan, lane, tiles_done, steps_done, *free)
+        none = [Done.nothing()] * lanes
+        done = items_of_block.deal(plan, mask.items, shared.items, copy, none)
+        drain(plan, done, shared.resident_free, shared.keys_free, shared.values_free)
 
     @pl.when(worker < plan.workers)
     def _computes():
@@ -204,6 +244,8 @@ def walk(
         # traced even where they are 0: accumulating products cannot take literal indices
         lane = lax.div(worker, jnp.int32(plan.tile // ROWS))
         half = lax.rem(worker, jnp.int32(plan.tile // ROWS))
+        turns = Turns(shared.turn, half, plan.take_turns)
+        act = kernel(turns)
 
         def parts_of(item: Item, step) -> tuple[Part, ...]:
             found = []
@@ -216,20 +258,20 @@ def walk(
                 found.append(part_of(setup, mask, *where))
             return tuple(found)
 
-        def compute(item: Item, steps, done):
+        def compute(item: Item, steps, done: Done):
             first = item.tile * plan.tile + half * ROWS
             tokens, run, ids = pl.ds(first, ROWS), None, None
             if mask.query_ids is not None:
                 run = mask.query_runs[item.batch, lax.div(first, jnp.int32(ROWS))]
                 ids = load_rows(mask.query_ids.at[item.batch, tokens])
             band = queries(setup, item.position + half * ROWS, ROWS, item.leaf, run)
-            place = Place(item, band, tokens, (lane, pl.ds(half * ROWS, ROWS)), ids)
-            plgpu.barrier_wait(shared.resident_loaded.at[lane])
+            slot = lax.rem(done.tiles, jnp.int32(plan.tiles))
+            at = lane * plan.tiles + slot
+            place = Place(item, band, tokens, (lane, slot, pl.ds(half * ROWS, ROWS)), ids)
+            plgpu.barrier_wait(shared.resident_loaded.at[at])
 
-            def one(step, carry):
-                inner, now = carry
-                ahead = parts_of(item, step + 1)
-                slot = lax.rem(done + step, jnp.int32(stages))
+            def step_at(n, parts: tuple[Part, ...]) -> Step:
+                slot = lax.rem(done.steps + n, jnp.int32(stages))
                 ring = lane * stages + slot
 
                 def same_document():
@@ -239,58 +281,53 @@ def walk(
                     )
 
                 at_ring = functools.partial
-                inner = kernel.step(
-                    place,
-                    Step(
-                        now,
-                        shared.keys.at[lane, slot],
-                        shared.values.at[lane, slot],
-                        None if ids is None else same_document,
-                        at_ring(plgpu.barrier_wait, shared.keys_loaded.at[ring]),
-                        at_ring(plgpu.barrier_wait, shared.values_loaded.at[ring]),
-                        at_ring(plgpu.barrier_arrive, shared.keys_free.at[ring]),
-                        at_ring(plgpu.barrier_arrive, shared.values_free.at[ring]),
-                    ),
-                    inner,
+                return Step(
+                    parts,
+                    shared.keys.at[lane, slot],
+                    shared.values.at[lane, slot],
+                    None if ids is None else same_document,
+                    at_ring(plgpu.barrier_wait, shared.keys_loaded.at[ring]),
+                    at_ring(plgpu.barrier_wait, shared.values_loaded.at[ring]),
+                    at_ring(plgpu.barrier_arrive, shared.keys_free.at[ring]),
+                    at_ring(plgpu.barrier_arrive, shared.values_free.at[ring]),
                 )
-                return inner, ahead
 
-            if plan.take_turns:  # the first warpgroup is a turn ahead of the second within a tile
-                pl.when(half == 1)(functools.partial(take_turn, plan, shared.turn))
-            carry = kernel.begin(place), parts_of(item, jnp.int32(0))
-            carry, _ = lax.fori_loop(0, steps, one, carry)
-            plgpu.barrier_arrive(shared.resident_free.at[lane])
-            if plan.take_turns:
-                pl.when(half == 0)(functools.partial(plgpu.barrier_arrive, shared.turn))
-            kernel.finish(place, carry)
-            if plan.take_turns:
-                pl.when(half == 0)(functools.partial(plgpu.barrier_wait, shared.turn))
+            def one(n, state):
+                carry, ahead, now = state
+                following = parts_of(item, n + 1)
+                carry, ahead = act.step(
+                    place, step_at(n, now), step_at(n + 1, following), carry, ahead
+                )
+                return carry, ahead, following
 
-        def round_(round_, carry):
-            item, done = carry
-            ahead, steps = item_of(round_ + 1, lane), steps_of(item)
+            def all_steps(carry):
+                now = parts_of(item, jnp.int32(0))
+                state = carry, act.first(place, step_at(jnp.int32(0), now)), now
+                carry, ahead, now = lax.fori_loop(0, steps - 1, one, state)
+                return act.step(place, step_at(steps - 1, now), None, carry, ahead)[0]
+
+            carry = lax.cond(steps > 0, all_steps, lambda carry: carry, act.begin(place))
+            plgpu.barrier_arrive(shared.resident_free.at[at])
+            act.finish(place, carry)
+
+        def one_tile(item: Item, done: Done) -> Done:
+            steps = steps_of(item)
             pl.when(item.tile >= 0)(functools.partial(compute, item, steps, done))
-            return ahead, done + steps
+            return Done(done.tiles + (item.tile >= 0).astype(jnp.int32), done.steps + steps)
 
-        lax.fori_loop(0, rounds, round_, (item_of(0, lane), jnp.int32(0)))
-
-
-def drain(plan: Plan, lane: int, tiles, steps, resident_free: Ref, *ring_free: Ref) -> None:
-    """Waits until what a lane has loaded is read, so that every barrier is waited for."""
-    pl.when(tiles > 0)(lambda: plgpu.barrier_wait(resident_free.at[lane]))
-    for slot in range(plan.stages):
-
-        @pl.when(slot < steps)
-        def _(slot=slot):
-            for free in ring_free:
-                plgpu.barrier_wait(free.at[lane * plan.stages + slot])
+        turns.begin()
+        items_of_block.take(shared.items, lane, one_tile, Done.nothing())
+        turns.close()
 
 
-def take_turn(plan: Plan, turn: Ref) -> None:
-    """Waits until the other warpgroup comes to its next turn."""
-    if plan.take_turns:
-        plgpu.barrier_arrive(turn)
-        plgpu.barrier_wait(turn)
+def drain(plan: Plan, done: list[Done], resident_free: Ref, *ring_free: Ref) -> None:
+    """Waits until all that was loaded is read, so that every barrier is waited for."""
+    for lane, (tiles, steps) in enumerate(done):
+        used = [(resident_free, plan.tiles, tiles), *((x, plan.stages, steps) for x in ring_free)]
+        for free, slots, count in used:
+            for slot in range(slots):
+                wait = functools.partial(plgpu.barrier_wait, free.at[lane * slots + slot])
+                pl.when(slot < count)(wait)
 
 
 def launch(body, plan: Plan, mask: Mask, *arrays, out_type, shared: Shared, name: str, interpret):
@@ -306,7 +343,7 @@ def launch(body, plan: Plan, mask: Mask, *arrays, out_type, shared: Shared, name
         flat,
         out_type=out_type,
         scratch_types=[shared],
-        grid=(mask.items.shape[1],),
+        grid=(min(plan.blocks, mask.items.shape[0] - 1),),
         grid_names=("block",),
         num_threads=plan.workers + 1,
         thread_name="worker",

@@ -41,7 +41,7 @@ class Setup(NamedTuple):
 class Mask(NamedTuple):
     """What a kernel knows of the mask, in device memory; None where the mask has no use for it."""
 
-    items: Int[Array, "rounds blocks lanes 9"]
+    items: Int[Array, "rows 32"]
     listed: Int[Array, "B H #M E"]
     rows: Int[Array, "B H N 4"] | None  # of `Visits`, for dk and dv
     leaf: Int[Array, "B H M"] | None  # the same
@@ -72,12 +72,6 @@ class Queries(NamedTuple):
     near_lowest: Int[Array, ""]
     near_highest: Int[Array, ""]
     biased: Bool[Array, ""]
-
-
-def read_item(mask: Mask, round_, lane) -> Item:
-    """What a lane of this block does in a round."""
-    block, fields = lax.axis_index("block"), range(len(Item._fields))
-    return Item(*(mask.items[round_, block, lane, field] for field in fields))
 
 
 def visited_tile(mask: Mask, item: Item, entry, row, tiles: int):

@@ -12,7 +12,7 @@ from pallas_kernels.array_types import Array, Bool, Float, Int
 from pallas_kernels.block_sparse_attention.block_mask import document_starts
 from pallas_kernels.blocks import cdiv, pad_to_multiple, split_chunks
 
-GROUP_TOKENS, MAX_SPANS = 1024, 4
+GROUP_TOKENS, MAX_SPANS = 4096, 4
 
 
 def xattention_select(
@@ -64,17 +64,19 @@ def xattention_select(
         for x in (q, k)
     )
     first_tile, first_block = (_first_start(real, start, size) for size in (stride, block_size))
-    # the antidiagonal: a query tile is read backwards
-    queries = split_chunks(q, stride)[:, :, ::-1].reshape(B, N * tiles, stride, G, H // G, K)
-    keys = split_chunks(k, stride)
+    # The antidiagonal: a query tile is read backwards. Tiles lie in rows, as the products take
+    # them, or every group of queries would transpose all keys again.
+    queries = split_chunks(q, stride)[:, :, ::-1].transpose(0, 3, 1, 2, 4)
+    queries = queries.reshape(B, G, H // G, N * tiles, stride * K)
+    keys = split_chunks(k, stride).transpose(0, 3, 1, 2, 4).reshape(B, G, N * tiles, stride * K)
 
     masses = []
     for begin, end, group in _spans(N, block_size):
-        near = keys[:, : end * tiles]
+        near = keys[:, :, : end * tiles]
 
         def mass_of(i, near=near, end=end, group=group):
             """Query blocks [i, i + group) against the first `end` key blocks."""
-            rows = lax.dynamic_slice_in_dim(queries, i * tiles, group * tiles, axis=1)
+            rows = lax.dynamic_slice_in_dim(queries, i * tiles, group * tiles, axis=3)
             tile = i * tiles + jnp.arange(group * tiles)
             first = lax.dynamic_slice_in_dim(first_tile, i * tiles, group * tiles, axis=1)
             mass = _mass(rows, near, tile, first, (K**-0.5 if scale is None else scale) / stride)
@@ -99,8 +101,8 @@ def _first_start(
 
 
 def _mass(
-    queries: Float[Array, "B i s G r K"],
-    keys: Float[Array, "B n s G K"],
+    queries: Float[Array, "B G r i sK"],
+    keys: Float[Array, "B G n sK"],
     tile: Int[Array, "i"],
     first: Int[Array, "B i"],
     scale: float,
@@ -108,7 +110,7 @@ def _mass(
     """Softmax over the key tiles first <= n <= tile of each query tile; 0 where there is none."""
     exact = jnp.promote_types(queries.dtype, jnp.float32)
     scores = scale * jnp.einsum(
-        "bisgrk,bnsgk->bgrin",
+        "bgrik,bgnk->bgrin",
         queries,
         keys,
         precision=lax.Precision.HIGHEST if queries.dtype == exact else None,
@@ -140,7 +142,7 @@ def _heaviest(
 
 def _spans(N: int, block_size: int) -> list[tuple[int, int, int]]:
     """Cuts N query blocks into (begin, end, blocks at a time); a span sees no key after its end."""
-    group = max(1, min(GROUP_TOKENS // block_size, N // MAX_SPANS))
+    group = max(1, min(GROUP_TOKENS // block_size, N // (2 * MAX_SPANS)))
     groups, rest = divmod(N, group)
     length = max(1, cdiv(groups, MAX_SPANS)) * group
     spans = [(i, min(i + length, groups * group), group) for i in range(0, groups * group, length)]

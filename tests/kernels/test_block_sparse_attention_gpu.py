@@ -124,28 +124,24 @@ def test_every_plan_fits_in_shared_memory_with_two_steps_in_flight(block, K, V, 
     resident = {"forward": K, "dq": K + V, "dkv": K + V}
     for name, plan in plans._asdict().items():
         streamed = 2 * (K + V) + 4 * ids + 8 * (name == "dkv")
-        used = plan.tile * 2 * resident[name] + plan.stages * plan.step * streamed
+        used = plan.tiles * plan.tile * 2 * resident[name] + plan.stages * plan.step * streamed
         assert plan.lanes * used <= planning.SMEM_BYTES - planning.RESERVED_BYTES
         assert plan.stages >= 2
         assert plan.workers in (1, 2)
 
 
-@pytest.mark.parametrize("blocks", [None, 3, 132])
 @pytest.mark.parametrize("lanes", [1, 2])
-@pytest.mark.parametrize(("lists", "together"), [(1, 1), (6, 6), (6, 2), (7, 2)])
-def test_every_tile_is_dealt_out_once(lists, together, lanes, blocks):
-    plan = planning.Plan(Tiling(64, 64), 64, 64, 2, lanes, blocks=blocks)
+@pytest.mark.parametrize(("lists", "together"), [(1, 1), (6, 6), (6, 2), (7, 1)])
+def test_every_tile_is_dealt_out_once_the_longest_first(lists, together, lanes):
+    plan = planning.Plan(Tiling(64, 64), 64, 64, 2, lanes)
     work = np.random.default_rng(0).integers(0, 9, (lists, 11))
-    places = np.asarray(planning.order(plan, jnp.asarray(work), together))
-    assert sorted(places[places >= 0]) == list(range(work.size))
-
-
-def test_blocks_get_the_same_work_from_a_causal_row():
-    plan = planning.Plan(Tiling(128, 128), 128, 128, 2)
-    work = np.tile(np.arange(1, 257), (16, 1))
-    places = np.asarray(planning.order(plan, jnp.asarray(work), 2))
-    sums = np.where(places >= 0, work.reshape(-1)[places], 0).sum((0, 2))
-    assert sums.max() <= 1.02 * work.sum() / 132
+    places = np.asarray(planning.order(plan, jnp.asarray(work), together)).reshape(-1)
+    places, rest = places[: work.size], places[work.size :]
+    assert sorted(places) == list(range(work.size))
+    assert (rest == -1).all()
+    lengths = work.reshape(-1)[places].reshape(-1, together * 11)
+    assert (np.diff(lengths, axis=1) <= 0).all()
+    assert (np.diff(lengths.sum(1)) <= 0).all()
 
 
 @pytest.fixture
@@ -296,9 +292,26 @@ def test_kernels_on_a_gpu_match_the_reference(name):
     assert_matches_reference(ON_GPU[name])
 
 
+@pytest.mark.covers(OP, "pallas_gpu", "forward", "backward")
 @pytest.mark.gpu
 @written_for
-@pytest.mark.parametrize("blocks", [None, 132])
+def test_vmap_on_a_gpu_is_the_batch():
+    case = ON_GPU["chunks-64-128"]
+    case = dataclasses.replace(case, B=3)
+    arguments, fixed, cotangents = draw(case)
+
+    def run(arguments, fixed, cotangents):
+        return solve("pallas_gpu", case, arguments, fixed, cotangents)
+
+    together = run(arguments, fixed, cotangents)
+    one_by_one = jax.jit(_over_rows_of_one(run))(arguments, fixed, cotangents)
+    for name, x in together.items():
+        assert np.array_equal(x, one_by_one[name][:, 0]), name
+
+
+@pytest.mark.gpu
+@written_for
+@pytest.mark.parametrize("blocks", [7, 132])
 def test_gradients_on_a_gpu_do_not_vary_between_runs(blocks, monkeypatch):
     plans = planning.plans
 
