@@ -31,3 +31,15 @@ def merge_chunks(x: Array, *, axis: int = 1) -> Array:
     """[..., N, C, ...] -> [..., N * C, ...], the inverse of `split_chunks`."""
     axis %= x.ndim
     return x.reshape(*x.shape[:axis], x.shape[axis] * x.shape[axis + 1], *x.shape[axis + 2 :])
+
+
+def widen_chunks(x: Array, chunk_size: int, width: int, *, repeat_last: bool = False) -> Array:
+    """[B, T, ...] -> [B, N * width, ...]: each chunk of `chunk_size` tokens, the last one too,
+    followed by zeros (or copies of its last entry) up to `width` tokens."""
+    chunks = split_chunks(pad_to_multiple(x, chunk_size, 1, repeat_last=repeat_last), chunk_size)
+    return merge_chunks(pad_to_multiple(chunks, width, 2, repeat_last=repeat_last))
+
+
+def narrow_chunks(x: Array, chunk_size: int, width: int, length: int) -> Array:
+    """The inverse of `widen_chunks` of `length` tokens."""
+    return merge_chunks(split_chunks(x, width)[:, :, :chunk_size])[:, :length]

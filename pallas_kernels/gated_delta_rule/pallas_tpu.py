@@ -4,13 +4,14 @@
 o; sums of log decays along a tile, and their gradients, are XLA's. TPU.md says how it works.
 """
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.array_types import Array, Float, Int
-from pallas_kernels.blocks import cdiv, pad_to_multiple
+from pallas_kernels.blocks import cdiv, narrow_chunks, pad_to_multiple, widen_chunks
 from pallas_kernels.dispatch import Target
 from pallas_kernels.gated_delta_rule import pallas_tpu_backward as kernel_backward
 from pallas_kernels.gated_delta_rule.decays import accumulate
@@ -35,7 +36,7 @@ def unsupported(problem: Any, target: Target) -> str | None:
     if problem.V not in _VALUE_WIDTHS:
         return f"V must be one of {_VALUE_WIDTHS}, not {problem.V}"
     if problem.write_mask and _unit(problem.T, problem.chunk_size) is None:
-        return f"a write_mask needs a chunk_size that divides {TILE}, not {problem.chunk_size}"
+        return f"a write_mask needs a chunk_size of at most {TILE}, not {problem.chunk_size}"
     sizes = (problem.Hk, problem.H, problem.K, problem.V)
     if heads_per_step(*with_dead_heads(*sizes)) > _MOST_HEADS:
         return f"{problem.H} value heads over {problem.Hk} key heads of {problem.K} need too many"
@@ -43,10 +44,10 @@ def unsupported(problem: Any, target: Target) -> str | None:
 
 
 def _unit(T: int, chunk_size: int) -> int | None:
-    """The write mask's chunk as a divisor of a tile, where it is one."""
+    """The divisor of a tile that a chunk of the write mask fits in, None where it fits in none."""
     if min(chunk_size, TILE) >= T:
         return TILE
-    return chunk_size if TILE % chunk_size == 0 else None
+    return 1 << (chunk_size - 1).bit_length() if chunk_size <= TILE else None
 
 
 def heads_per_step(Hk: int, H: int, K: int, V: int) -> int:
@@ -87,6 +88,21 @@ def gated_delta_rule(
     del precision  # fp32 inputs: always the highest
     B, T, Hk, K = q.shape
     H, V = v.shape[2:]
+    unit = None if write_mask is None else _unit(T, chunk_size)
+    if unit is not None and chunk_size < min(unit, T):
+        # Chunks that fill no divisor of a tile get tokens that change nothing: g = 0, beta = 0.
+        widen = functools.partial(widen_chunks, chunk_size=chunk_size, width=unit)
+        if segment_ids is not None:
+            segment_ids = widen(segment_ids, repeat_last=True)
+        o, state = gated_delta_rule(
+            *map(widen, (q, k, v, g, beta)),
+            initial_state=initial_state,
+            write_mask=write_mask,
+            segment_ids=segment_ids,
+            scale=scale,
+            chunk_size=unit,
+        )
+        return narrow_chunks(o, chunk_size, unit, T), state
     sizes = with_dead_heads(Hk, H, K, V)
 
     def pad(x, axis, missing):
@@ -105,7 +121,7 @@ def gated_delta_rule(
         dtype=q.dtype,
         scale=scale,
         segments=segment_ids is not None,
-        unit=None if write_mask is None else _unit(T, chunk_size),
+        unit=unit,
     )
 
     def lanes(x):  # [B, T, H, width] -> [B, N * C, H * width]

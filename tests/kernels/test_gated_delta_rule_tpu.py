@@ -46,8 +46,7 @@ def test_auto_takes_the_kernels_on_a_tpu():
         ({"dtype": "float16"}, "TPU v6 lite", "bfloat16 or float32"),
         ({"K": 96}, "TPU v6 lite", "K must be one of"),
         ({"V": 96}, "TPU v6 lite", "V must be one of"),
-        ({"chunk_size": 48}, "TPU v6 lite", "divides 128"),
-        ({"chunk_size": 256}, "TPU v6 lite", "divides 128"),
+        ({"chunk_size": 256}, "TPU v6 lite", "at most 128"),
         ({"K": 64, "Hk": 1, "H": 17}, "TPU v6 lite", "17 value heads over 1 key heads"),
         ({}, "TPU v4", "needs one of"),
     ],
@@ -61,9 +60,9 @@ def test_what_the_kernels_decline_falls_back_to_xla_with_the_reason(change, devi
         dispatch.choose(api.IMPLEMENTATIONS, "pallas_tpu", problem, target)
 
 
-@pytest.mark.parametrize("chunk_size", [64, 128, 75, 1000])
-def test_one_chunk_over_the_whole_row_or_one_that_divides_a_tile_is_taken(chunk_size):
-    problem = dataclasses.replace(TAKEN, T=75, chunk_size=chunk_size)
+@pytest.mark.parametrize(("T", "chunk_size"), [(4096, 48), (4096, 128), (75, 75), (75, 1000)])
+def test_chunks_of_at_most_a_tile_and_one_over_the_whole_row_are_taken(T, chunk_size):
+    problem = dataclasses.replace(TAKEN, T=T, chunk_size=chunk_size)
     assert pallas_tpu.unsupported(problem, V6E) is None
 
 
@@ -148,6 +147,16 @@ PACKED = Case(
 @pytest.mark.covers("gated_delta_rule", "pallas_tpu", how="interpreted")
 def test_kernels_match_the_reference_on_packed_masked_grouped_rows():
     check_interpreted(PACKED, "bfloat16")
+
+
+ODD_CHUNKS = Case(
+    "chunk-24", 1, 90, 1, 2, 64, 64, chunk_size=24, write_mask=True, documents=(31, 59)
+)
+
+
+@pytest.mark.covers("gated_delta_rule", "pallas_tpu", how="interpreted")
+def test_chunks_that_do_not_divide_a_tile_are_widened():
+    check_interpreted(ODD_CHUNKS, "float32")
 
 
 WIDE = (
