@@ -128,4 +128,4 @@ def test_every_variant_of_a_kernel_differs_from_the_default():
             found = dict(gpu_parts.variants(plan, gpu_parts._FORWARD))
             assert found.pop("default") == plan
             assert plan not in found.values()
-            assert len(found) >= 3
+            assert len(found) >= 2
