@@ -15,6 +15,7 @@ from jhybrid.config_fields import frozen, require_multiple, require_positive
 from jhybrid.config_fields import require as require
 from jhybrid.recurrent_config import GatedDeltaNetConfig as GatedDeltaNetConfig
 from jhybrid.recurrent_config import HGRN2Config, HGRNConfig, RecurrentConfig
+from jhybrid.task_config import GeneratedTask, TaskFiles
 
 # ---- Mixers: how tokens see each other ----
 # `mixing_flops(length, softmax_fraction)`: forward operations per token besides the projections,
@@ -240,12 +241,15 @@ class Needle:
         require_positive("Needle", self, "num_needles", "length")
 
 
-SourceConfig = EmbeddedText | TextFiles | TokenRecords | AssociativeRecall | Needle
+SourceConfig = (
+    EmbeddedText | TextFiles | TokenRecords | AssociativeRecall | Needle | TaskFiles | GeneratedTask
+)
 
 
 @frozen
 class DataConfig:
     sources: tuple[SourceConfig, ...] = (EmbeddedText(),)
+    tasks: tuple[str, ...] = ()  # names of the tasks that sources label their documents with
     tokenizer: str = "bpe4096"  # "bpe4096" | "bytes" | path of a Hugging Face tokenizer.json
     sequence_length: int = 1024
     batch_size: int = 8  # sequences per optimizer step, over all devices and accumulation steps
@@ -262,6 +266,11 @@ class DataConfig:
             all(0 < s.weight < math.inf for s in self.sources),
             "data.sources: every weight must be positive and finite",
         )
+        require(len(set(self.tasks)) == len(self.tasks), "data.tasks must be distinct names")
+        for i, source in enumerate(self.sources):
+            known = not isinstance(source, GeneratedTask) or source.task in self.tasks
+            task = source.task if isinstance(source, GeneratedTask) else ""
+            require(known, f"data.sources.{i}.task={task!r} is none of data.tasks={self.tasks}")
         require_positive("data", self, "sequence_length", "batch_size", "document_alignment")
         for name in ("sequence_length", "batch_size"):  # positions and rows are int32
             require(getattr(self, name) < 2**31, f"data.{name} must be less than 2**31")

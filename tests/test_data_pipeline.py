@@ -52,7 +52,7 @@ def assert_equal(batches, expected):
 
 def test_batches_have_the_promised_shape_and_type(config):
     batch = next(train_batches(config))
-    assert set(batch) == {"tokens", "targets", "segment_ids", "positions"}
+    assert set(batch) == {"tokens", "targets", "segment_ids", "positions", "prompt", "task"}
     assert all(array.shape == (4, 128) and array.dtype == np.int32 for array in batch.values())
 
 

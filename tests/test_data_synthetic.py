@@ -24,7 +24,7 @@ def test_every_recall_answer_follows_the_same_key_earlier(name):
     config, tokenizer = TASKS[name]
     task = AssociativeRecallTask(config, load_tokenizer(tokenizer))
     for seed in range(20):
-        tokens, targets = task.example(np.random.default_rng(seed))
+        tokens, targets, *_ = task.example(np.random.default_rng(seed))
         assert len(tokens) == len(targets) == config.length
         (asked,) = np.nonzero(targets >= 0)
         assert len(asked) == config.num_queries
@@ -41,7 +41,7 @@ def test_every_recall_answer_follows_the_same_key_earlier(name):
 def test_recall_uses_ordinary_tokens_only():
     tokenizer = load_tokenizer("bytes")
     task = AssociativeRecallTask(AssociativeRecall(num_pairs=8, num_queries=8), tokenizer)
-    tokens, _ = task.example(np.random.default_rng(0))
+    tokens, *_ = task.example(np.random.default_rng(0))
     assert tokens.max() < 256
 
 
@@ -68,7 +68,7 @@ def test_the_needle_is_in_the_context_and_is_the_answer(needles, tokenizer):
     prose = re.sub(r"\s+", " ", " ".join(embedded_text("train")))
     lengths = []
     for seed in range(10):
-        tokens, targets = task.example(np.random.default_rng(seed))
+        tokens, targets, *_ = task.example(np.random.default_rng(seed))
         lengths.append(len(tokens))
         (answered,) = np.nonzero(targets >= 0)
         answer = tokenizer.decode(targets[answered])
@@ -96,7 +96,7 @@ def test_the_needle_is_in_the_context_and_is_the_answer(needles, tokenizer):
 
 def test_the_haystack_carries_loss_unless_told_otherwise():
     task = NeedleTask(Needle(length=256), load_tokenizer("bpe4096"))
-    tokens, targets = task.example(np.random.default_rng(3))
+    tokens, targets, *_ = task.example(np.random.default_rng(3))
     assert np.array_equal(tokens[1:], targets[:-1])
 
 

@@ -28,12 +28,12 @@ ANSWER = " {value}."
 
 
 @functools.cache
-def _words(kind: str) -> list[str]:
+def words(kind: str) -> list[str]:
     return sorted(set(RandomWord.read_words(f"{kind}list.txt")))
 
 
 @functools.cache
-def _sentences(split: Split) -> list[str]:
+def sentences(split: Split) -> list[str]:
     text = " ".join(embedded_text(split))
     return re.split(r"(?<=[.!?]) ", re.sub(r"\s+", " ", text).strip())
 
@@ -41,10 +41,12 @@ def _sentences(split: Split) -> list[str]:
 class NeedleTask:
     """Documents of at most `config.length` tokens, the end-of-text token included."""
 
+    fingerprint = ""
+
     def __init__(self, config: Needle, tokenizer: Tokenizer, split: Split = "train"):
         self._config = config
         self._tokenizer = tokenizer
-        self._sentences = _sentences(split)
+        self._sentences = sentences(split)
         spaced = tokenizer.encode_batch([" " + sentence for sentence in self._sentences])
         self._ends = np.cumsum([len(ids) for ids in spaced])  # tokens up to and with each sentence
         self.length = config.length - 1  # tokens read: the last one is only predicted
@@ -78,7 +80,7 @@ class NeedleTask:
 
     def _draw_pairs(self, rng: np.random.Generator) -> list[tuple[str, int]]:
         """Distinct adjective-noun keys with seven-digit values."""
-        adjectives, nouns = _words("adjective"), _words("noun")
+        adjectives, nouns = words("adjective"), words("noun")
         chosen = rng.choice(len(adjectives) * len(nouns), self._config.num_needles, replace=False)
         keys = [f"{adjectives[i // len(nouns)]}-{nouns[i % len(nouns)]}" for i in chosen]
         return [(key, int(rng.integers(10**6, 10**7))) for key in keys]

@@ -109,7 +109,10 @@ def _fingerprint(
     for source in settings["sources"]:
         source.pop("paths", None)
     del settings["tokenizer"], settings["num_workers"]
-    contents = [rows.store.fingerprint for rows in sources if isinstance(rows, PackedRows)]
+    contents = [
+        rows.store.fingerprint if isinstance(rows, PackedRows) else rows.fingerprint
+        for rows in sources
+    ]
     text = json.dumps(settings) + tokenizer.fingerprint + "".join(contents)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

@@ -23,6 +23,8 @@ class AssociativeRecallTask:
     value. Loss falls on those values in the second part only.
     """
 
+    fingerprint = ""
+
     def __init__(self, config: AssociativeRecall, tokenizer: Tokenizer):
         ids = tokenizer.ordinary_ids[:TASK_TOKENS]
         half = len(ids) // 2

@@ -5,6 +5,8 @@ A row is a dict of int32 arrays [row_tokens]:
   targets      the next token of the same document; -1 where there is no loss
   segment_ids  0, 1, ... for the row's documents, -1 on padding
   positions    counted from the start of each document (or of its piece, if it was cut)
+  prompt       1 on what routers of heads may read, 0 on answers and padding
+  task         index in data.tasks of what the document asks; -1 for nothing
 The last token of a document is only ever a target: nothing follows it.
 """
 
@@ -29,6 +31,8 @@ class Example(NamedTuple):
 
     tokens: Int[np.ndarray, "n"]
     targets: Int[np.ndarray, "n"]  # -1: no loss
+    prompt: int | None = None  # tokens before the answer; None: all are prompt
+    task: int = -1  # index in data.tasks
 
 
 @runtime_checkable
@@ -48,6 +52,7 @@ class ExampleGenerator(Protocol):
     """Endless synthetic documents."""
 
     length: int  # the most tokens an example can have
+    fingerprint: str  # of what examples depend on besides the config
 
     def example(self, rng: np.random.Generator) -> Example: ...
 
@@ -59,6 +64,8 @@ def assemble(examples: Iterable[tuple[Example, int]], row_tokens: int, pad: int)
         "targets": np.full(row_tokens, -1, np.int32),
         "segment_ids": np.full(row_tokens, -1, np.int32),
         "positions": np.zeros(row_tokens, np.int32),
+        "prompt": np.zeros(row_tokens, np.int32),
+        "task": np.full(row_tokens, -1, np.int32),
     }
     for segment, (example, column) in enumerate(examples):
         here = slice(column, column + len(example.tokens))
@@ -66,6 +73,8 @@ def assemble(examples: Iterable[tuple[Example, int]], row_tokens: int, pad: int)
         row["targets"][here] = example.targets
         row["segment_ids"][here] = segment
         row["positions"][here] = np.arange(len(example.tokens))
+        row["prompt"][here][: example.prompt] = 1
+        row["task"][here] = example.task
     return row
 
 
@@ -101,11 +110,15 @@ class PackedRows(grain.MapDataset[Row]):
     def __getitem__(self, index):
         if isinstance(index, slice):
             return self.slice(index)
-        placed = []
-        for document, start, stop, column in self.plan.row(index):
-            ids = self.store.read(document, start, stop + 1)
-            placed.append((Example(ids[:-1], ids[1:]), column))
+        placed = [
+            (self._example(document, start, stop), column)
+            for document, start, stop, column in self.plan.row(index)
+        ]
         return assemble(placed, self.plan.row_tokens, self._pad)
+
+    def _example(self, document: int, start: int, stop: int) -> Example:
+        ids = self.store.read(document, start, stop + 1)
+        return Example(ids[:-1], ids[1:])
 
 
 class SyntheticRows(grain.MapDataset[Row]):
@@ -124,6 +137,7 @@ class SyntheticRows(grain.MapDataset[Row]):
         super().__init__()
         slot = -(-generator.length // alignment) * alignment
         self._columns = [i * slot for i in range(max(row_tokens // slot, 1))]
+        self.fingerprint = generator.fingerprint
         self._generator = generator
         self._row_tokens = row_tokens
         self._seed = seed

@@ -6,24 +6,30 @@ from jhybrid.config import (
     AssociativeRecall,
     DataConfig,
     EmbeddedText,
+    GeneratedTask,
     Needle,
     SourceConfig,
+    TaskFiles,
     TextFiles,
     TokenRecords,
     require,
 )
 from jhybrid.data.corpus import embedded_text
+from jhybrid.data.generated import GeneratedQuestions
 from jhybrid.data.needle import NeedleTask
 from jhybrid.data.recall import AssociativeRecallTask
 from jhybrid.data.records import RecordStore
 from jhybrid.data.rows import PackedRows, SyntheticRows, TokenStore
 from jhybrid.data.stores import TextStore, TokenRange
+from jhybrid.data.tasks import TaskRows, TaskStore, of_split, read_tasks
 from jhybrid.data.text import SUFFIXES, Split, find_files, read_documents, split_documents
 from jhybrid.data.tokenizer import Tokenizer
 
+Generated = AssociativeRecall | Needle | GeneratedTask
+
 
 def is_synthetic(source: SourceConfig) -> bool:
-    return isinstance(source, AssociativeRecall | Needle)
+    return isinstance(source, Generated)
 
 
 def source_rows(
@@ -38,18 +44,27 @@ def source_rows(
         "pad": tokenizer.eos,
         "name": f"{field} ({type(source).__name__})",
     }
-    if isinstance(source, AssociativeRecall | Needle):
+    if isinstance(source, Generated):
         require(
             source.length <= length,
             f"{field}.length={source.length} is longer than data.sequence_length={length}",
         )
         if isinstance(source, AssociativeRecall):
             task = AssociativeRecallTask(source, tokenizer)
+        elif isinstance(source, GeneratedTask):
+            label = config.tasks.index(source.task)
+            task = GeneratedQuestions(source, label, tokenizer, split)
         else:
             task = NeedleTask(source, tokenizer, split)
         return SyntheticRows(task, length, alignment, **common)
-    store = token_store(config, source, split, tokenizer, field)
-    rows = PackedRows(store, length, alignment, **common)
+    if isinstance(source, TaskFiles):
+        documents = read_tasks(source, config.tasks, field)
+        documents = of_split(documents, config.validation_fraction, split)
+        store = TaskStore(documents, source, tokenizer, most=length + 1)
+        rows = TaskRows(store, length, alignment, **common)
+    else:
+        store = token_store(config, source, split, tokenizer, field)
+        rows = PackedRows(store, length, alignment, **common)
     require(len(rows) > 0, f"{field}: no {split} text")
     return rows
 

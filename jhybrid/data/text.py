@@ -1,5 +1,6 @@
 """Text documents from local files, and their division into training and validation parts."""
 
+import contextlib
 import glob
 import gzip
 import json
@@ -7,7 +8,7 @@ import pathlib
 import re
 import zlib
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from typing import Any, Literal, TextIO, cast
 
 from jhybrid.config import require
 from jhybrid.errors import UserError
@@ -43,16 +44,29 @@ def find_files(paths: Sequence[str], suffixes: Sequence[str], field: str) -> lis
 
 def read_documents(path: pathlib.Path, text_field: str = "text") -> Iterator[str]:
     """The documents of one file: all of a .txt, or `text_field` of each line of a .jsonl."""
+    if path.name.removesuffix(".gz").endswith(".txt"):
+        with _reading(path) as file:
+            yield file.read()
+        return
+    for record, where in read_records(path):
+        yield text_of(record, text_field, where)
+
+
+def read_records(path: pathlib.Path) -> Iterator[tuple[Any, str]]:
+    """(what each line of a .jsonl says, where it stands)."""
+    with _reading(path) as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                where = f"{path}:{number}"
+                yield _record(line, where), where
+
+
+@contextlib.contextmanager
+def _reading(path: pathlib.Path) -> Iterator[TextIO]:
     opener = gzip.open if path.name.endswith(".gz") else open
-    is_text = path.name.removesuffix(".gz").endswith(".txt")
     try:
         with opener(path, "rt", encoding="utf-8", newline="") as file:
-            if is_text:
-                yield file.read()
-                return
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    yield _field_of_line(line, text_field, f"{path}:{number}")
+            yield cast(TextIO, file)
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 text ({error.reason})") from None
     except (EOFError, zlib.error):
@@ -61,20 +75,24 @@ def read_documents(path: pathlib.Path, text_field: str = "text") -> Iterator[str
         raise UserError(f"{path}: cannot be read ({error.strerror or error})") from None
 
 
-def _field_of_line(line: str, text_field: str, where: str) -> str:
+def _record(line: str, where: str) -> Any:
     try:
-        record = json.loads(line)
+        return json.loads(line)
     except json.JSONDecodeError as error:
         raise UserError(f"{where}: not a complete JSON line ({error.msg})") from None
     except RecursionError:
         raise UserError(f"{where}: JSON nested too deeply") from None
-    text = record.get(text_field) if isinstance(record, dict) else None
+
+
+def text_of(record: Any, field: str, where: str) -> str:
+    """The text in a field of an object."""
+    text = record.get(field) if isinstance(record, dict) else None
     if not isinstance(text, str):
-        raise UserError(f"{where}: has no text field {text_field!r}")
+        raise UserError(f"{where}: has no text field {field!r}")
     try:
         text.encode()
     except UnicodeEncodeError:  # JSON can spell half of a surrogate pair, UTF-8 cannot
-        raise UserError(f"{where}: field {text_field!r} is not Unicode text") from None
+        raise UserError(f"{where}: field {field!r} is not Unicode text") from None
     return text
 
 

@@ -55,6 +55,10 @@ class Tokenizer(abc.ABC):
     @abc.abstractmethod
     def decode(self, ids: Iterable[SupportsIndex]) -> str: ...
 
+    def special(self, token: str) -> int:
+        """The id of a special token; UserError when there is none of this name."""
+        raise UserError(f"data.tokenizer: {self.name!r} has no special token {token}")
+
     def encode_batch(self, texts: Sequence[str]) -> list[Int[np.ndarray, "n"]]:
         """One int32 array of ids per text."""
         return [np.asarray(self.encode(text), np.int32) for text in texts]
@@ -120,6 +124,10 @@ class HuggingFaceTokenizer(Tokenizer):
             self.byte_lengths[index] = _byte_length(token, byte_level)
         for index, token in self._tokenizer.get_added_tokens_decoder().items():
             self.byte_lengths[index] = 0 if token.special else len(token.content.encode())
+
+    def special(self, token: str) -> int:
+        found = self._tokenizer.token_to_id(token)
+        return super().special(token) if found is None else found
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
