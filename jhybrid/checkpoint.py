@@ -51,6 +51,7 @@ RESUMABLE_CHANGES = (
     "data.num_workers",
     "optimizer.accumulation_steps",
     "training.steps",
+    "training.init_from",
     "training.log_every_steps",
     "training.eval_every_steps",
     "training.eval_batches",

@@ -336,6 +336,7 @@ class MeshConfig:
 @frozen
 class TrainingConfig:
     steps: int = 1000
+    init_from: str | None = None  # an export or a workdir to start from; new routers are drawn
     seed: int = 0
     log_every_steps: int = 10
     eval_every_steps: int = 200  # 0: only after the last step

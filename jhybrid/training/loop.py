@@ -27,6 +27,7 @@ from jhybrid.errors import UserError
 from jhybrid.model import flops_per_token
 from jhybrid.serialization import to_json
 from jhybrid.sharding import make_mesh
+from jhybrid.training.backbone import Backbone
 from jhybrid.training.metrics import MetricsWriter, collapsed_routing, model_flops_utilization
 from jhybrid.training.progress import Reporter, duration
 from jhybrid.training.step import Program, TrainState
@@ -64,10 +65,11 @@ def run(experiment: Experiment, options: Options) -> None:
         return
     with jax.set_mesh(mesh), _catch_signals() as signals:
         run = _Run(experiment, options, mesh, signals)
+        backbone = run.backbone() if step is None else None
         prepare_workdir(options.workdir)
         checkpoints = Checkpoints(options.workdir, experiment.training.keep_checkpoints)
         with contextlib.closing(checkpoints):
-            run.go(checkpoints, step)
+            run.go(checkpoints, step, backbone)
 
 
 def _resume_step(experiment: Experiment, options: Options) -> int | None:
@@ -114,9 +116,18 @@ class _Run:
         ]
         self.saved_step: int | None = None
 
-    def go(self, checkpoints: Checkpoints, resume_from: int | None) -> None:
+    def backbone(self) -> Backbone | None:
+        """The parameters to start from, not read yet."""
+        path, state = self.settings.init_from, self.program.state
+        if path is None:
+            return None
+        return Backbone(path, self.experiment.model, state.params | state.frozen)
+
+    def go(
+        self, checkpoints: Checkpoints, resume_from: int | None, backbone: Backbone | None
+    ) -> None:
         self.checkpoints = checkpoints
-        state = self._begin(resume_from)
+        state = self._begin(resume_from, backbone)
         first = int(state.step)
         self.writer = MetricsWriter(self.options.workdir) if self.is_first_process else None
         self.reporter = Reporter(self.settings.steps, first, enabled=self.is_first_process)
@@ -147,11 +158,11 @@ class _Run:
             f"{self.mesh.size} x {self.mesh.devices.flat[0].device_kind}; compiling"
         )
 
-    def _begin(self, resume_from: int | None) -> TrainState:
+    def _begin(self, resume_from: int | None, backbone: Backbone | None) -> TrainState:
         """The initial state, or the one of a checkpoint with the data iterator set to it."""
         if resume_from is None:
             seed = np.asarray([0, self.settings.seed], np.uint32)
-            return self.program.init(seed)
+            return self.program.init(seed, loaded={} if backbone is None else backbone.read())
         abstract = self.program.state
         params, rest = self.checkpoints.restore(
             resume_from,

@@ -6,6 +6,8 @@ Nothing here reads a file, a clock or a global: `Program` is what the loop runs 
 
 import dataclasses
 import functools
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -34,6 +36,8 @@ from pallas_kernels.array_types import Array, Float, Int
 BATCH_FIELDS = ("tokens", "targets", "segment_ids", "positions")
 STATISTICS = ("softmax_fraction", "score_margin")  # the entries of a mixer's report that are logged
 
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+
 Batch = dict[str, Int[Array, "B T"]]
 
 
@@ -57,7 +61,7 @@ class Program:
     Attributes:
         state: abstract TrainState, shapes with shardings.
         batch: abstract Batch, shapes with shardings.
-        init: (raw key data) -> TrainState.
+        init: (raw key data, loaded={}) -> TrainState; takes over loaded parameters (by path).
         train_step: (TrainState, Batch) -> (TrainState, metrics); donates the state.
         eval_step: (params, frozen, Batch) -> (sum of losses, number of targets).
     """
@@ -87,7 +91,7 @@ class Program:
         }
         self._param_shardings = shardings.params
         batch_shardings = {name: x.sharding for name, x in self.batch.items()}
-        self.init = jax.jit(self._init, out_shardings=shardings)
+        self.init = jax.jit(self._init, out_shardings=shardings, donate_argnames="loaded")
         self.train_step = jax.jit(
             self._train_step,
             in_shardings=(shardings, batch_shardings),
@@ -100,10 +104,10 @@ class Program:
             out_shardings=(replicated, replicated),
         )
 
-    def _init(self, rng: Array) -> TrainState:
+    def _init(self, rng: Array, loaded: Mapping[str, Array] = NOTHING) -> TrainState:
         init_key, rng = jax.random.split(jax.random.wrap_key_data(rng))
         model = HybridLM(self.experiment.model, rngs=nnx.Rngs(init_key))
-        leaves = flatten(nnx.state(model, nnx.Param))
+        leaves = flatten(nnx.state(model, nnx.Param)) | dict(loaded)
         settings = self.experiment.optimizer
         params, frozen = split_trainable(leaves, settings.trainable)
         if settings.frozen_dtype is not None:
