@@ -15,6 +15,8 @@ from jhybrid.config_fields import frozen, require_multiple, require_positive
 from jhybrid.config_fields import require as require
 from jhybrid.recurrent_config import GatedDeltaNetConfig as GatedDeltaNetConfig
 from jhybrid.recurrent_config import HGRN2Config, HGRNConfig, RecurrentConfig
+from jhybrid.sparsity_config import SparsityConfig
+from jhybrid.sparsity_config import SparsityTarget as SparsityTarget
 from jhybrid.task_config import GeneratedTask, TaskFiles
 
 # ---- Mixers: how tokens see each other ----
@@ -367,6 +369,7 @@ class Experiment:
     optimizer: OptimizerConfig = OptimizerConfig()
     mesh: MeshConfig = MeshConfig()
     training: TrainingConfig = TrainingConfig()
+    sparsity: SparsityConfig | None = None  # of heads, by task; for models that route heads
 
     def __post_init__(self):
         require(
@@ -387,3 +390,15 @@ class Experiment:
                     f"data.document_alignment={self.data.document_alignment} must be a multiple "
                     f"of model.blocks.{i}.mixer.{name}={size}",
                 )
+        if self.sparsity is not None:
+            self._require_routed_tasks(self.sparsity)
+
+    def _require_routed_tasks(self, sparsity: SparsityConfig) -> None:
+        targets = sorted(target.task for target in sparsity.targets)
+        require(
+            targets == sorted(self.data.tasks),
+            f"sparsity.targets: {targets} must be the tasks of data.tasks={self.data.tasks}",
+        )
+        mixers = (block.mixer for block in self.model.blocks)
+        sizes = {m.block_size for m in mixers if isinstance(m, HeadRoutedConfig)}
+        require(len(sizes) == 1, "sparsity: needs head-routed blocks, all with one block_size")

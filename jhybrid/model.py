@@ -238,8 +238,12 @@ def rising_bounds(logits: Float[Array, "L F"]) -> Float[Array, "L F"]:
 
 
 def training_context(batch: Mapping[str, Int[Array, "B T"]]) -> Context:
-    """The context of a batch of packed documents (`positions`, `segment_ids`)."""
-    return Context(positions=batch["positions"], segment_ids=batch["segment_ids"])
+    """The context of a batch of packed documents (`positions`, `segment_ids`, `prompt`)."""
+    return Context(
+        positions=batch["positions"],
+        segment_ids=batch["segment_ids"],
+        prompt=batch["prompt"] > 0,
+    )
 
 
 def parameter_count(config: ModelConfig) -> int:

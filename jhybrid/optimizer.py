@@ -63,3 +63,13 @@ def adamw(
         return chain.init(jax.tree.map(lambda x: x.astype(jnp.float32), params))
 
     return optax.GradientTransformation(init, chain.update)
+
+
+def ascent(config: OptimizerConfig, schedule: Schedule) -> optax.GradientTransformation:
+    """AdamW that climbs, for multipliers: parameter + rate * (m_hat / (sqrt(v_hat) + eps)
+    - weight_decay * parameter)."""
+    return optax.chain(
+        optax.scale_by_adam(b1=config.beta1, b2=config.beta2, eps=config.eps),
+        optax.add_decayed_weights(-config.weight_decay),
+        optax.scale_by_learning_rate(schedule, flip_sign=False),
+    )
