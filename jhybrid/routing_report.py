@@ -1,14 +1,16 @@
-"""Draws which chunks of a text each layer and head sent to softmax, over the text itself.
+"""Draws what a model routed: chunks of a text by layer and head, or heads by task.
 
 python -m jhybrid.routing_report --checkpoint runs/default --text book.txt --out report.html
+python -m jhybrid.routing_report --checkpoint runs/elastic_smollm2_135m --out report.html
 
+With --text: which chunks each head sent to softmax, over the text itself. Without, for models that
+route heads: which heads attend fully in held-out documents of the run's own sources, by task.
 Writes one HTML file that needs nothing else, and its numbers beside it as report.json. Exit code 2:
 bad input, in one line on stderr.
 """
 
 import argparse
 import html
-import importlib.resources
 import itertools
 import json
 import math
@@ -21,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jhybrid import commandline
+from jhybrid import commandline, head_map, report_page
 from jhybrid.checkpoint import load_model
 from jhybrid.config import ChunkRoutedConfig, Experiment, ModelConfig
 from jhybrid.data import Tokenizer, check_vocabulary, load_tokenizer
@@ -134,22 +136,17 @@ def render(name: str, source: str, report: dict[str, Any], texts: Sequence[str])
         "complete: later tokens see its keys and values by softmax attention, or they find it only "
         "in a recurrent state."
     )
-    data = json.dumps(report).replace("<", "\\u003c")
-    parts = {
-        "name": html.escape(name),
-        "lead": html.escape(lead),
-        "facts": "".join(
-            f'<div class="fact"><b>{html.escape(number)}</b><span>{html.escape(of)}</span></div>'
-            for number, of in facts
+    return report_page.page(
+        title=f"Where {name} attends, and where it remembers",
+        lead=lead,
+        facts=facts,
+        body=report_page.fill(
+            "chunk_routing.html",
+            {"text": "".join(f"<span>{html.escape(text)}</span>" for text in texts)},
         ),
-        "text": "".join(f"<span>{html.escape(text)}</span>" for text in texts),
-        "footer": html.escape(f"{source}, by python -m jhybrid.routing_report"),
-        "data": data,
-    }
-    template = importlib.resources.files("jhybrid").joinpath("routing_report.html")
-    # One pass from the front, so that nothing the text says is taken for a placeholder.
-    head, *rest = template.read_text(encoding="utf-8").split("{{")
-    return head + "".join(parts[key] + tail for key, tail in (part.split("}}", 1) for part in rest))
+        footer=f"{source}, by python -m jhybrid.routing_report",
+        data=report,
+    )
 
 
 def parser() -> argparse.ArgumentParser:
@@ -157,11 +154,22 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m jhybrid.routing_report", description="Draw the routing of a text."
     )
     parser.add_argument("--checkpoint", required=True, help="a workdir or an exported checkpoint")
-    parser.add_argument("--text", required=True, type=Path, metavar="FILE", help="UTF-8 text")
+    parser.add_argument("--text", type=Path, metavar="FILE", help="UTF-8 text, to route chunks of")
     parser.add_argument("--out", type=Path, default=Path("report.html"))
     parser.add_argument(
-        "--max-tokens", type=int, default=MAX_TOKENS, help="from the start of the text"
+        "--max-tokens",
+        type=commandline.positive,
+        default=MAX_TOKENS,
+        help="of the text, from its start",
     )
+    parser.add_argument("--lengths", help="heads: tokens per document; default: as trained")
+    parser.add_argument(
+        "--documents",
+        type=commandline.positive,
+        default=16,
+        help="heads: of each source and length",
+    )
+    parser.add_argument("--plots", type=Path, metavar="DIR", help="heads: the curves as SVG files")
     commandline.add_set_option(parser)
     return parser
 
@@ -170,14 +178,35 @@ def main() -> int:
     arguments = parser().parse_args()
     if arguments.out.suffix != ".html":
         raise UserError(f"--out {arguments.out}: expected a name that ends in .html")
-    if arguments.max_tokens < 1:
-        raise UserError(f"--max-tokens {arguments.max_tokens}: must be at least 1")
-    text = commandline.read_text(arguments.text, "--text")
+    text = None if arguments.text is None else commandline.read_text(arguments.text, "--text")
     commandline.use_compile_cache(None)
     experiment, model = load_model(arguments.checkpoint, arguments.set)
-    sizes = _chunk_sizes(experiment, arguments.checkpoint)
     tokenizer = load_tokenizer(experiment.data.tokenizer)
     check_vocabulary(tokenizer, experiment.model)
+    if text is not None:
+        report, page, summary = _of_text(arguments, experiment, model, tokenizer, text)
+    elif head_map.routed_blocks(experiment):
+        report, page, summary = _of_documents(arguments, experiment, model)
+    else:
+        raise UserError(f"--text FILE is needed to show what {experiment.name} routes")
+    numbers_out = arguments.out.with_suffix(".json")
+    commandline.write_text(numbers_out, json.dumps(report, indent=1) + "\n", "--out")
+    commandline.write_text(arguments.out, page, "--out")
+    print(f"{summary}; written to {arguments.out} and {numbers_out}")
+    return 0
+
+
+Made = tuple[dict[str, Any], str, str]  # numbers, page, one line
+
+
+def _of_text(
+    arguments: argparse.Namespace,
+    experiment: Experiment,
+    model: HybridLM,
+    tokenizer: Tokenizer,
+    text: str,
+) -> Made:
+    sizes = _chunk_sizes(experiment, arguments.checkpoint)
     everything = tokenizer.encode(text)
     tokens = everything[: arguments.max_tokens]
     if len(tokens) < max(sizes):
@@ -189,15 +218,31 @@ def main() -> int:
     texts = pieces(tokenizer, tokens, report["piece_tokens"])
     part = "" if len(tokens) == len(everything) else f", the first of {len(everything):,} tokens"
     page = render(experiment.name, f"{arguments.text.name}{part}", report, texts)
-    numbers_out = arguments.out.with_suffix(".json")
-    commandline.write_text(numbers_out, json.dumps(report, indent=1) + "\n", "--out")
-    commandline.write_text(arguments.out, page, "--out")
-    print(
+    summary = (
         f"{100 * report['softmax_fraction']:.1f} % of chunks to softmax, "
-        f"{report['kept_bytes_per_token']:,.0f} of {report['bytes_per_token']:,} bytes per token; "
-        f"written to {arguments.out} and {numbers_out}"
+        f"{report['kept_bytes_per_token']:,.0f} of {report['bytes_per_token']:,} bytes per token"
     )
-    return 0
+    return report, page, summary
+
+
+def _of_documents(arguments: argparse.Namespace, experiment: Experiment, model: HybridLM) -> Made:
+    lengths = [experiment.data.sequence_length]
+    if arguments.lengths is not None:
+        texts = arguments.lengths.split(",")
+        if not all(text.isdecimal() and int(text) > 0 for text in texts):
+            raise UserError(f"--lengths {arguments.lengths}: expected numbers, as 512,1024")
+        lengths = [int(text) for text in texts]
+    groups = head_map.collect(experiment, model, lengths, arguments.documents)
+    report = {"checkpoint": arguments.checkpoint, **head_map.numbers(experiment, groups)}
+    svgs = head_map.charts(report, head_map.curves(Path(arguments.checkpoint)))
+    if arguments.plots is not None:
+        arguments.plots.mkdir(parents=True, exist_ok=True)
+        for name, svg in svgs.items():
+            commandline.write_text(arguments.plots / name, svg, "--plots")
+    shares = ", ".join(
+        f"{row['task']} {100 * row['msr']:.0f} % at {row['length']}" for row in report["groups"]
+    )
+    return report, head_map.render(experiment.name, report, svgs), f"sparse heads: {shares}"
 
 
 def _chunk_sizes(experiment: Experiment, checkpoint: str) -> list[int]:

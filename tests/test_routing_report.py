@@ -136,7 +136,7 @@ def test_pieces_are_the_text_cut_between_characters(name, size):
         (b"\xff\xfe", [], "not UTF-8 text"),
         (b"x" * 20, ["--out", "report.txt"], "expected a name that ends in .html"),
         (b"x" * 20, ["--out", "/nowhere/report.html"], "/nowhere/report.json: cannot be written"),
-        (b"x" * 20, ["--max-tokens", "0"], "--max-tokens 0: must be at least 1"),
+        (b"x" * 20, ["--max-tokens", "0"], "expected a whole number of at least 1"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(
