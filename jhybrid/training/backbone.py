@@ -25,7 +25,11 @@ class Backbone:
         saved = without_routers(self._stored.experiment.model)
         differing = differing_fields(without_routers(model), saved)
         fields = [field for field in differing if field.startswith(DECIDING)]
-        lost = [name for name in self._stored.specs if name not in places]
+        lost = [
+            name
+            for name, spec in self._stored.specs.items()
+            if name not in places or places[name].shape != spec.shape
+        ]
         if fields or lost:
             what = "; ".join(fields[:5]) or f"parameter {lost[0]} has no place in this one"
             raise UserError(f"training.init_from={path} holds another model: {what}")
