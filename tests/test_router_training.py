@@ -221,6 +221,7 @@ def test_a_missing_backbone_is_refused_before_anything_is_written(run_command, t
 
 def test_tasks_and_targets_must_be_the_same():
     recipe = tiny_elastic.config()
-    data = DataConfig(tasks=("lead",), sources=(GeneratedTask(generator="lead", task="lead"),))
+    source = GeneratedTask(generator="lead", task="lead")
+    data = DataConfig(tasks=("lead",), sources=(source,), batch_size=5)
     with pytest.raises(UserError, match=r"sparsity\.targets: .* must be the tasks of data\.tasks"):
         dataclasses.replace(recipe, data=data)
