@@ -64,9 +64,9 @@ def config() -> Experiment:
             document_alignment=32,
         ),
         optimizer=OptimizerConfig(
-            learning_rate=2e-3,
+            learning_rate=3e-3,
             final_fraction=0.1,
-            warmup_steps=6,
+            warmup_steps=4,
             weight_decay=0.1,
             decay_all=True,
             clip_norm=5.0,
@@ -86,7 +86,7 @@ def config() -> Experiment:
             targets=tuple(
                 SparsityTarget(task=task, low=low, high=high) for task, (low, high) in TASKS.items()
             ),
-            multiplier_start=2.0,
-            multiplier_learning_rate=2e-2,
+            multiplier_start=5.0,
+            multiplier_learning_rate=5e-2,
         ),
     )

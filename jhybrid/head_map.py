@@ -10,6 +10,7 @@ XAttention's pruning depends on the text: heads on it count as pruning nothing.
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,8 @@ import numpy as np
 from flax import nnx
 
 from jhybrid import data, report_page
+from jhybrid.charts import Point, Series, chart
 from jhybrid.config import DataConfig, Experiment, GeneratedTask, HeadRoutedConfig, Needle
-from jhybrid.line_chart import Line, line_chart
 from jhybrid.model import HybridLM, training_context
 from jhybrid.sparsity import document_tasks
 from pallas_kernels.array_types import Bool, Int
@@ -28,6 +29,8 @@ from pallas_kernels.array_types import Bool, Int
 NO_TASK = "no task"
 ROWS = 4  # at a time
 CELL = (24, 9)  # pixels of a head in a layer
+
+Line = Sequence[tuple[float, float]]  # (step or block, value)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -174,11 +177,11 @@ def curves(workdir: Path) -> dict[str, dict[str, Line]]:
         }
 
     return {
-        "Share of sparse heads (MSR)": of_tasks("sparse"),
-        "Loss by task, nats per target": of_tasks("loss"),
-        "Linear multipliers": of_tasks("linear"),
-        "Quadratic multipliers": of_tasks("quadratic"),
-        "Objective": {
+        "share of sparse heads": of_tasks("sparse"),
+        "loss, nats per target": of_tasks("loss"),
+        "linear multiplier": of_tasks("linear"),
+        "quadratic multiplier": of_tasks("quadratic"),
+        "objective": {
             "language model": [(n, _number(x["loss"])) for n, x in steps.items()],
             "sparsity penalty": [(n, _number(x["sparsity"]["penalty"])) for n, x in steps.items()],
         },
@@ -190,14 +193,10 @@ def _number(value: float | None) -> float:
 
 
 def charts(report: Mapping[str, Any], trained: Mapping[str, Mapping[str, Line]]) -> dict[str, str]:
-    """SVG by file name."""
+    """SVG by file name: the training's curves, and which layers are sparse."""
     made = {
-        f"{title.split(',')[0].split(' (')[0].lower().replace(' ', '_')}.svg": (
-            title,
-            lines,
-            "step",
-        )
-        for title, lines in trained.items()
+        f"{measure.split(',')[0].replace(' ', '_')}.svg": _chart(lines, "Training", "step", measure)
+        for measure, lines in trained.items()
     }
     by_layer = {
         f"{row['task']}, {row['length']}": list(
@@ -205,8 +204,18 @@ def charts(report: Mapping[str, Any], trained: Mapping[str, Mapping[str, Line]])
         )
         for row in report["groups"]
     }
-    made["sparse_heads_by_layer.svg"] = ("Share of sparse heads by layer", by_layer, "block")
-    return {name: line_chart(t, lines, x_label=x) for name, (t, lines, x) in made.items()}
+    made["sparse_heads_by_layer.svg"] = _chart(
+        by_layer, "After training", "block", "share of sparse heads"
+    )
+    return made
+
+
+def _chart(lines: Mapping[str, Line], title: str, x_label: str, y_label: str) -> str:
+    series = [
+        Series(name, [Point(x, y) for x, y in line if math.isfinite(y)])
+        for name, line in lines.items()
+    ]
+    return chart(series, title=title, x_label=x_label, y_label=y_label)
 
 
 def render(name: str, report: Mapping[str, Any], svgs: Mapping[str, str]) -> str:

@@ -64,7 +64,10 @@ def _over_time(
     hidden: Float[Array, "B T D"],
     targets: Int[Array, "B T"],
 ) -> Any:
-    """`of_logits(logits, targets)`, arrays [B, t] of t tokens, for all T of them."""
+    """`of_logits(logits, targets)`, arrays [B, t] of t tokens, for all T of them.
+
+    Zeros, and no logits, for t tokens none of which has a target.
+    """
     B, T, _ = hidden.shape
     rows = B // axis_shards("batch", B)
     length = max(1, min(T, model.config.loss_chunk_tokens // rows))
@@ -80,8 +83,14 @@ def _over_time(
 
     @jax.checkpoint
     def of_chunk(hidden: Array, targets: Array) -> Any:
-        logits = constrain(model.logits(hidden), "batch", "time", "vocab")  # [B, length, vocab]
-        return of_logits(logits, targets)
+        def of_targets(hidden: Array, targets: Array) -> Any:
+            logits = constrain(model.logits(hidden), "batch", "time", "vocab")  # [B, length, vocab]
+            return of_logits(logits, targets)
+
+        shapes = jax.eval_shape(of_targets, hidden, targets)
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        asked = jnp.any(targets >= 0)
+        return jax.lax.cond(asked, of_targets, lambda *_: zeros, hidden, targets)
 
     def body(_, chunk):
         return None, of_chunk(*chunk)

@@ -238,11 +238,11 @@ def rising_bounds(logits: Float[Array, "L F"]) -> Float[Array, "L F"]:
 
 
 def training_context(batch: Mapping[str, Int[Array, "B T"]]) -> Context:
-    """The context of a batch of packed documents (`positions`, `segment_ids`, `prompt`)."""
+    """The context of a batch of packed documents: `positions`, `segment_ids`, perhaps `prompt`."""
     return Context(
         positions=batch["positions"],
         segment_ids=batch["segment_ids"],
-        prompt=batch["prompt"] > 0,
+        prompt=batch["prompt"] > 0 if "prompt" in batch else None,
     )
 
 

@@ -35,8 +35,7 @@ DOCUMENTS = (19, 21, 24)  # tokens; alone, each fills as many chunks as the othe
 
 def batch(*lengths: int, rows: int = 2, seed: int = 0) -> dict[str, np.ndarray]:
     """`rows` equal-length rows of documents of these lengths, each padded to a chunk boundary."""
-    names = ("tokens", "targets", "segment_ids", "positions", "prompt")
-    pieces = {name: [] for name in names}
+    pieces = {"tokens": [], "targets": [], "segment_ids": [], "positions": []}
     for i, length in enumerate(lengths):
         place = np.arange(-(-length // CHUNK) * CHUNK)
         text = np.where(place < length, tokens(rows, place.size, seed=seed + i), 0)
@@ -45,7 +44,6 @@ def batch(*lengths: int, rows: int = 2, seed: int = 0) -> dict[str, np.ndarray]:
         pieces["targets"].append(targets)
         pieces["segment_ids"].append(np.where(place < length, i, -1) + 0 * text)
         pieces["positions"].append(place + 0 * text)
-        pieces["prompt"].append((place < length) + 0 * text)
     return {name: np.concatenate(parts, 1).astype(np.int32) for name, parts in pieces.items()}
 
 

@@ -14,14 +14,15 @@ import pytest
 import tiny
 from scipy import stats
 
+from jhybrid import charts
+from jhybrid.charts import Point, Series
 from jhybrid.config import AssociativeRecall, EmbeddedText, Needle
 from jhybrid.data import load_tokenizer
 from jhybrid.data.recall import AssociativeRecallTask
 from jhybrid.errors import UserError
-from jhybrid.study import charts, findings, table
+from jhybrid.study import findings, table
 from jhybrid.study.__main__ import chosen, load_study
 from jhybrid.study.batches import Batches, recall_document, shares
-from jhybrid.study.charts import Point, Series
 from jhybrid.study.findings import Samples, recall, single
 from jhybrid.study.plan import Cell, RecallMeasure, Study, grid
 from jhybrid.study.recall import held_out

@@ -71,6 +71,4 @@ def batch(experiment: Experiment, seed: int = 0) -> dict[str, np.ndarray]:
         "targets": targets,
         "segment_ids": segment_ids,
         "positions": positions,
-        "prompt": (segment_ids >= 0).astype(np.int32),
-        "task": np.full_like(segment_ids, -1),
     }

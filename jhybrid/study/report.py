@@ -5,8 +5,8 @@ import importlib.resources
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from jhybrid.charts import Point, Series, chart
 from jhybrid.study import findings, table
-from jhybrid.study.charts import Point, Series, chart
 from jhybrid.study.findings import Estimate, Measure, Result, Samples
 from jhybrid.study.plan import Study
 

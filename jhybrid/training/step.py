@@ -34,7 +34,8 @@ from jhybrid.parameters import (
 from jhybrid.sharding import batch_sharding, parameter_shardings
 from pallas_kernels.array_types import Array, Float, Int, Shaped
 
-BATCH_FIELDS = ("tokens", "targets", "segment_ids", "positions", "prompt", "task")
+BATCH_FIELDS = ("tokens", "targets", "segment_ids", "positions")
+TASK_FIELDS = ("prompt", "task")  # of a batch besides, where the sparsity of heads is trained
 STATISTICS = ("softmax_fraction", "score_margin")  # the entries of a mixer's report that are logged
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -94,9 +95,10 @@ class Program:
             lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings
         )
         rows = (experiment.data.batch_size, experiment.data.sequence_length)
+        labels = () if experiment.sparsity is None else TASK_FIELDS
         self.batch = {
             name: jax.ShapeDtypeStruct(rows, jnp.int32, sharding=batch_sharding(mesh))
-            for name in BATCH_FIELDS
+            for name in (*BATCH_FIELDS, *labels)
         }
         self._param_shardings = shardings.params
         batch_shardings = {name: x.sharding for name, x in self.batch.items()}
@@ -268,17 +270,17 @@ class Program:
     def put_batch(self, batch: dict[str, np.ndarray]) -> Batch:
         """This process's rows of the batch as global arrays."""
         return {
-            name: jax.make_array_from_process_local_data(self.batch[name].sharding, batch[name])
-            for name in BATCH_FIELDS
+            name: jax.make_array_from_process_local_data(like.sharding, batch[name])
+            for name, like in self.batch.items()
         }
 
     def put_whole_batch(self, batch: dict[str, np.ndarray]) -> Batch:
         """A batch that every process holds whole, as global arrays."""
         return {
             name: jax.make_array_from_callback(
-                batch[name].shape, self.batch[name].sharding, batch[name].__getitem__
+                batch[name].shape, like.sharding, batch[name].__getitem__
             )
-            for name in BATCH_FIELDS
+            for name, like in self.batch.items()
         }
 
 
