@@ -45,15 +45,15 @@ def model_flops_utilization(
 
 
 def collapsed_routing(routing: Mapping[str, Mapping[str, np.ndarray]]) -> str | None:
-    """What to warn of when every head of every routed block sends all chunks the same way."""
+    """What to warn of when every head of every routed block always chooses the same."""
     fractions = [np.ravel(found["softmax_fraction"]) for found in routing.values()]
     if not fractions:
         return None
     fractions = np.concatenate(fractions)
     if np.all(fractions == 0.0):
-        return "routing has collapsed: every head sends every chunk to the linear branch"
+        return "routing has collapsed: every head is always linear (or sparse)"
     if np.all(fractions == 1.0):
-        return "routing has collapsed: every head sends every chunk to softmax attention"
+        return "routing has collapsed: every head is always softmax attention (or full)"
     return None
 
 
