@@ -126,11 +126,12 @@ def program(backbone):
         built = Program(experiment, mesh)
         places = built.state.params | built.state.frozen
         loaded = Backbone(str(backbone), experiment.model, places).read()
-        return built, built.init(np.asarray([0, 0], np.uint32), loaded=loaded)
+        state = built.init(np.asarray([0, 0], np.uint32), loaded=loaded)
+        return built, state, jax.jit(built._gradients)
 
 
 def test_the_frozen_part_has_no_optimizer_state_and_no_gradient(program):
-    built, state = program
+    built, state, _ = program
     routers = sum(x.nbytes for x in state.params.values())
     assert all(x.dtype == jnp.float32 for x in state.params.values())
     moments = [x for x in jax.tree.leaves(state.opt_state) if x.ndim]
@@ -144,7 +145,7 @@ def test_the_frozen_part_has_no_optimizer_state_and_no_gradient(program):
 
 
 def test_every_layers_router_learns_from_the_sparsity_of_a_document_too_short_for_the_loss(program):
-    built, state = program
+    built, state, gradients = program
     length = tiny_elastic.LENGTH
     batch = {
         "tokens": np.ones((5, length), np.int32),
@@ -156,7 +157,7 @@ def test_every_layers_router_learns_from_the_sparsity_of_a_document_too_short_fo
     }
     with jax.set_mesh(built.mesh):
         batch = built.put_whole_batch({name: x.astype(np.int32) for name, x in batch.items()})
-        grads, sums, _ = jax.jit(built._gradients)(state, batch)
+        grads, sums, _ = gradients(state, batch)
     assert float(sums["loss"]) == 0 and float(sums["penalty"]) > 0
     for path, grad in grads["params"].items():
         if path.endswith("route_out.bias"):
@@ -169,10 +170,9 @@ def test_every_layers_router_learns_from_the_sparsity_of_a_document_too_short_fo
 
 
 def test_noise_changes_from_step_to_step(program):
-    built, state = program
+    built, state, run = program
     with jax.set_mesh(built.mesh):
         batch = built.put_batch(next(train_batches(built.experiment.data)))
-        run = jax.jit(built._gradients)
         later = dataclasses.replace(state, step=state.step + 1)
         shares = [np.asarray(run(s, batch)[1]["tasks"]["sparse"]) for s in (state, state, later)]
     np.testing.assert_array_equal(shares[0], shares[1])
