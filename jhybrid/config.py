@@ -44,6 +44,21 @@ class SoftmaxBudget:
 
 
 @frozen
+class HeadProbe:
+    """Routes heads as well as chunks: each head of a document by its first `chunks` chunks.
+
+    A head whose mean score of softmax less that of the memory is below `margin` in them sends all
+    later chunks of the document to the memory.
+    """
+
+    chunks: int = 1
+    margin: float = 0.0
+
+    def __post_init__(self):
+        require_positive("head_probe", self, "chunks")
+
+
+@frozen
 class ChunkRoutedConfig:
     """NAtS-L (arXiv 2602.03681): each chunk of tokens, per head, goes to softmax or to a memory."""
 
@@ -63,6 +78,7 @@ class ChunkRoutedConfig:
     truncate_intra_softmax_grad: bool = False  # reproduces the authors' released backward
     softmax_bias: float = 0.0  # added to the scores of softmax; the lower, the less is kept
     softmax_budget: SoftmaxBudget | None = None
+    head_probe: HeadProbe | None = None  # None: every head stays free to choose
     # With a state only; the fraction of a row's chunks for which each head has room to keep keys
     # and values. A softmax chunk that finds none goes to the memory: "linear" accepts that, "error"
     # makes generation fail.

@@ -97,6 +97,24 @@ def gate(decision: Decision) -> Float[Array, "B N H"]:
     return decision.softmax + decision.slope[..., SOFTMAX]
 
 
+def commit_heads(
+    decision: Decision,
+    mean: Float[Array, "B N H"],
+    margin: float,
+    free: Bool[Array, "B N 1"],
+) -> Decision:
+    """Heads whose `mean` score difference is below `margin` use the memory, in chunks not `free`.
+
+    There softmax's multiplier is c a, with c the chunk's decision and a = [mean >= margin] the
+    head's; backwards a has the derivative of sigmoid(mean - margin), as c has that of p.
+    """
+    head, p = mean >= margin, jax.nn.sigmoid(mean - margin)
+    own = decision.slope[..., SOFTMAX]
+    both = head * own + decision.softmax * (p - jax.lax.stop_gradient(p))
+    slope = jnp.where(free[..., None], decision.slope, jnp.stack([both, -both], -1))
+    return decision._replace(softmax=decision.softmax & (head | free), slope=slope)
+
+
 def within_room(decision: Decision, room: Int[Array, "B H"]) -> Decision:
     """Only the first `room` chunks a head sends to softmax go there, the rest to the state."""
     chosen = jnp.cumsum(decision.softmax, 1)  # counting the chunk itself

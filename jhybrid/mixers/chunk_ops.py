@@ -4,6 +4,8 @@ They say how routed chunks reach the ops of `pallas_kernels`; parameters and sta
 here. Softmax heads come in groups of R = Ha / H that share one routing head.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 
@@ -18,6 +20,7 @@ from pallas_kernels import (
     simple_linear_attention,
 )
 from pallas_kernels.array_types import Array, Bool, Float, Int
+from pallas_kernels.block_sparse_attention.block_mask import document_starts
 
 
 def remember(
@@ -271,3 +274,25 @@ def merge(
 def _slots(cache: Float[Array, "B H R M C K"]) -> Float[Array, "B Ha S K"]:
     B, H, R, M, C, K = cache.shape
     return cache.reshape(B, H * R, M * C, K)
+
+
+def probe_documents(
+    difference: Float[Array, "B N H"],
+    segment_ids: Int[Array, "B T"] | None,
+    chunk_size: int,
+    chunks: int,
+) -> tuple[Int[Array, "B N"], Float[Array, "B N H"]]:
+    """Each chunk's number in its document, and the sum over the document's first `chunks`.
+
+    Only meaningful for the chunks behind those.
+    """
+    B, N, _ = difference.shape
+    index = jnp.broadcast_to(jnp.arange(N), (B, N))
+    if segment_ids is None:
+        start = jnp.zeros_like(index)
+    else:
+        start = document_starts(segment_ids)[:, ::chunk_size] // chunk_size
+    number = index - start
+    asked = jnp.where((number < chunks)[..., None], difference, 0)
+    total = jax.vmap(partial(jax.ops.segment_sum, num_segments=N))(asked, start)
+    return number, jnp.take_along_axis(total, start[..., None], 1)

@@ -46,6 +46,7 @@ class ChunkRoutedState(NamedTuple):
     memory: Float[Array, "B H K V"]
     log_decay: Float[Array, "B H"]  # sum of g over the open chunk
     open_x: Float[Array, "B C D"]  # inputs of the open chunk, which decide its route
+    probed: Float[Array, "B H"] | None  # sum of score differences of the chunks that commit heads
     tails_start: Streams  # convolution inputs before the open chunk
     tails: Streams  # convolution inputs before the next token
 
@@ -122,6 +123,7 @@ class ChunkRouted(nnx.Module):
             memory=jnp.zeros(memory, wide),
             log_decay=jnp.zeros((batch, H), wide),
             open_x=jnp.zeros((batch, C, self.dim), self.dtype),
+            probed=None if config.head_probe is None else jnp.zeros((batch, H), wide),
             tails_start=self.inputs.empty_tails(batch),
             tails=self.inputs.empty_tails(batch),
         )
@@ -142,6 +144,7 @@ class ChunkRouted(nnx.Module):
         branches = self._branches(x, None, context.positions, ids)
         valid = context.valid()
         decision = self._decide(x, valid, jnp.zeros((x.shape[0],), jnp.int32), context)
+        decision, _ = self._commit(decision, None, None, context)
         mask = routing.write_mask(decision, counterfactual=config.gdn_counterfactual_grad)
         read, _ = self._remember(branches, branches.writes, mask, decision.softmax, None, ids)
         attend = partial(
@@ -186,7 +189,9 @@ class ChunkRouted(nnx.Module):
         branches = self._branches(window, state.tails_start, positions, None)
 
         completed = jnp.arange(N) < open_chunk[:, None]
-        wanted = self._decide(window, index < end[:, None], state.length // C, context)
+        first = state.length // C
+        wanted = self._decide(window, index < end[:, None], first, context)
+        wanted, probed = self._commit(wanted, state.probed, (first, completed), context)
         decision = routing.within_room(wanted, _room(state))
         softmax = decision.softmax & completed[..., None]
         lost = wanted.softmax & ~decision.softmax & completed[..., None]
@@ -235,6 +240,7 @@ class ChunkRouted(nnx.Module):
             memory=memory,
             log_decay=writes.g.sum(1),
             open_x=of_open_chunk(window),
+            probed=probed,
             tails_start=tails(open_chunk * C),
             tails=tails(end),
         )
@@ -277,7 +283,9 @@ class ChunkRouted(nnx.Module):
         open_x = write(state.open_x, jnp.where(active, offset, C), x[:, 0])
         complete = active & (offset == C - 1)
         everything = jnp.ones(open_x.shape[:2], bool)
-        wanted = self._decide(open_x, everything, state.length // C, context)
+        first = state.length // C
+        wanted = self._decide(open_x, everything, first, context)
+        wanted, probed = self._commit(wanted, state.probed, (first, complete[:, None]), context)
         decision = routing.within_room(wanted, _room(state))
         softmax = decision.softmax[:, 0]
         refused = wanted.softmax[:, 0] & ~softmax
@@ -298,6 +306,7 @@ class ChunkRouted(nnx.Module):
             memory=on_completion(closed, memory),
             log_decay=on_completion(jnp.zeros_like(log_decay), log_decay),
             open_x=open_x,
+            probed=probed,
             tails_start=jax.tree.map(on_completion, tails, state.tails_start),
             tails=tails,
         )
@@ -367,6 +376,38 @@ class ChunkRouted(nnx.Module):
         if self.score_bias is not None:
             bias += jax.lax.stop_gradient(self.score_bias[...])
         return routing.decide(scores, bias=bias, temperature=context.temperature, **chosen)
+
+    def _commit(
+        self,
+        decision: routing.Decision,
+        probed: Float[Array, "B H"] | None,
+        window: tuple[Int[Array, "B"], Bool[Array, "B N"]] | None,
+        context: Context,
+    ) -> tuple[routing.Decision, Float[Array, "B H"] | None]:
+        """Lets each document's first chunks decide for the rest; and the sum they do it by.
+
+        With a state, `probed` is that sum over the chunks before, and `window` says which the first
+        of these chunks is and which are complete.
+        """
+        probe = self.config.head_probe
+        if probe is None:
+            return decision, None
+        difference = decision.scores[..., routing.SOFTMAX] - decision.scores[..., routing.RECURRENT]
+        if probed is None or window is None:
+            number, total = chunk_ops.probe_documents(
+                difference, context.segment_ids, self.config.chunk_size, probe.chunks
+            )
+        else:
+            first_chunk, complete = window
+            number = first_chunk[:, None] + jnp.arange(difference.shape[1])
+            asked = (number < probe.chunks) & complete
+            probed = probed + jnp.sum(jnp.where(asked[..., None], difference, 0), 1)
+            total = jnp.broadcast_to(probed[:, None], difference.shape)
+        free = number < probe.chunks
+        if context.routes is not None:
+            free |= number < context.routes.shape[1]
+        mean = total / probe.chunks
+        return routing.commit_heads(decision, mean, probe.margin, free[..., None]), probed
 
     def _remember(
         self,
