@@ -124,8 +124,10 @@ def test_an_op_without_peers_or_parts_says_so(capsys):
 def test_every_variant_of_a_kernel_differs_from_the_default():
     for block in (64, 128):
         mask = BlockMask.streaming(1, 1, block)
-        for plan in planning.plans(mask, 128, 128, False):
-            found = dict(gpu_parts.variants(plan, gpu_parts._FORWARD))
+        plans = planning.plans(mask, 128, 128, False)
+        changes = gpu_parts._FORWARD, gpu_parts._DQ, gpu_parts._DKV
+        for plan, changed in zip(plans, changes, strict=True):
+            found = dict(gpu_parts.variants(plan, changed))
             assert found.pop("default") == plan
             assert plan not in found.values()
             assert len(found) >= 2
