@@ -5,7 +5,8 @@ import html
 import math
 from collections.abc import Mapping, Sequence
 
-WIDTH, HEIGHT = 720, 360
+WIDTH, HEIGHT = 720, 360  # the height grows with the legend
+LEGEND_LINE = 16
 LEFT, RIGHT, TOP, BOTTOM = 64, 200, 36, 48  # margins; the legend stands in the right one
 COLOURS = (  # Okabe and Ito's, which stay apart for colour-blind readers
     "#0072b2",
@@ -52,6 +53,7 @@ def chart(
     scale = math.log2 if log_x else float
     xs = [scale(p.x) for p in points] + [scale(x) for x in x_ticks or ()]
     ys = [y for p in points for y in (p.y, p.low, p.high) if y is not None]
+    height = max(HEIGHT, TOP + BOTTOM + LEGEND_LINE * len(series))
     x_low, x_high = _padded(min(xs), max(xs))
     y_low, y_high = y_range or _padded(min(ys), max(ys))
 
@@ -60,13 +62,13 @@ def chart(
 
     def down(y: float) -> float:
         share = (min(max(y, y_low), y_high) - y_low) / (y_high - y_low)
-        return HEIGHT - BOTTOM - share * (HEIGHT - TOP - BOTTOM)
+        return height - BOTTOM - share * (height - TOP - BOTTOM)
 
     if x_ticks is None:
         x_ticks = _powers(x_low, x_high) if log_x else _round_numbers(x_low, x_high)
-    parts = [_axes(title, x_label, y_label)]
+    parts = [_axes(title, x_label, y_label, height)]
     for x, text in x_ticks.items():
-        parts.append(_text(across(x), HEIGHT - BOTTOM + 16, text, "middle"))
+        parts.append(_text(across(x), height - BOTTOM + 16, text, "middle"))
     for y, text in _round_numbers(y_low, y_high).items():
         parts.append(
             f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{down(y):.1f}" y2="{down(y):.1f}" '
@@ -86,20 +88,20 @@ def chart(
         parts.append(_legend_line(i, one.name, colour))
     body = "\n".join(parts)
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
-        f'width="{WIDTH}" height="{HEIGHT}" font-family="sans-serif" font-size="11" role="img">\n'
-        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#fff"/>\n{body}\n</svg>'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
+        f'width="{WIDTH}" height="{height}" font-family="sans-serif" font-size="11" role="img">\n'
+        f'<rect width="{WIDTH}" height="{height}" fill="#fff"/>\n{body}\n</svg>'
     )
 
 
-def _axes(title: str, x_label: str, y_label: str) -> str:
-    middle, centre = (LEFT + WIDTH - RIGHT) / 2, (TOP + HEIGHT - BOTTOM) / 2
+def _axes(title: str, x_label: str, y_label: str, height: int) -> str:
+    middle, centre = (LEFT + WIDTH - RIGHT) / 2, (TOP + height - BOTTOM) / 2
     return (
         f'<text x="{LEFT}" y="20" font-size="13" font-weight="bold">{html.escape(title)}</text>'
-        + _text(middle, HEIGHT - 10, x_label, "middle")
+        + _text(middle, height - 10, x_label, "middle")
         + f'<text transform="translate(14,{centre}) rotate(-90)" text-anchor="middle">'
         f"{html.escape(y_label)}</text>"
-        f'<path d="M{LEFT},{TOP}V{HEIGHT - BOTTOM}H{WIDTH - RIGHT}" fill="none" stroke="#888"/>'
+        f'<path d="M{LEFT},{TOP}V{height - BOTTOM}H{WIDTH - RIGHT}" fill="none" stroke="#888"/>'
     )
 
 
@@ -115,7 +117,7 @@ def _mark(point: Point, x: float, y: float, colour: str, down) -> str:
 
 
 def _legend_line(index: int, name: str, colour: str) -> str:
-    x, y = WIDTH - RIGHT + 14, TOP + 8 + 16 * index
+    x, y = WIDTH - RIGHT + 14, TOP + 8 + LEGEND_LINE * index
     return (
         f'<line x1="{x}" x2="{x + 18}" y1="{y}" y2="{y}" stroke="{colour}" '
         f'stroke-width="2"{_dashes(index)}/>' + _text(x + 24, y + 4, name, "start")
@@ -123,7 +125,8 @@ def _legend_line(index: int, name: str, colour: str) -> str:
 
 
 def _dashes(index: int) -> str:
-    return ' stroke-dasharray="5 3"' if index >= len(COLOURS) else ""
+    pattern = ("", "5 3", "1 3", "8 3 1 3")[min(index // len(COLOURS), 3)]
+    return f' stroke-dasharray="{pattern}"' if pattern else ""
 
 
 def _text(x: float, y: float, text: str, anchor: str) -> str:

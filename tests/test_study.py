@@ -225,7 +225,7 @@ def test_the_three_questions_are_answered_from_the_runs():
     for mixer, alone, hybrid in (("gla", 0.2, 0.7), ("hgrn2", 0.1, 0.9), ("retnet", 0.3, 0.5)):
         values[mixer, "pure", 0.0] = [alone, alone + 0.01, alone - 0.01]
         values[mixer, "3-1", 1 / 3] = [hybrid, hybrid + 0.02, hybrid - 0.02]
-    ratio, rank, properties = findings.findings(results(values), [recall("Recall", 8)], None)
+    ratio, rank, properties = findings.findings(results(values), [recall("Recall", 8)])
     gain = ratio.numbers["hgrn2: 3-1 less pure"]
     assert gain.value == pytest.approx(0.8) and gain.low > 0.7
     assert "rises for 3 and falls for 0" in ratio.answer
@@ -241,7 +241,7 @@ def test_runs_that_did_not_finish_count_for_nothing_and_questions_may_stay_open(
     samples = Samples(found, recall("Recall", 8))
     assert samples.mixers("pure") == ["gla"]
     assert samples.gain("gla", "3-1") == [pytest.approx(0.3)]
-    answers = [f.answer for f in findings.findings(found[:2], [single("Recall", 8)], None)]
+    answers = [f.answer for f in findings.findings(found[:2], [single("Recall", 8)])]
     assert all(answer.startswith("Not answered") for answer in answers) and len(answers) == 3
 
 

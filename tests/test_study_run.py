@@ -17,13 +17,14 @@ from jhybrid.config import AssociativeRecall, BlockConfig, EmbeddedText
 from jhybrid.data import load_tokenizer
 from jhybrid.errors import UserError
 from jhybrid.mixers import Context
+from jhybrid.model import parameter_count
 from jhybrid.parameters import flatten
 from jhybrid.recurrent_config import HGRNConfig
 from jhybrid.serialization import to_json
 from jhybrid.study import __main__ as command
 from jhybrid.study import findings, recall, together
 from jhybrid.study.plan import Cell, Evaluation, RecallMeasure, Study
-from jhybrid.study.runner import Runner
+from jhybrid.study.runner import Runner, cache_facts, rows_of_eval
 from jhybrid.study.together import Interrupted
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -109,6 +110,48 @@ def test_a_question_of_several_tokens_is_right_when_all_of_them_are():
     places = np.array([[True, True, False, True], [True, True, True, True]])
     question = np.array([[0, 0, 1, 1], [0, 1, 1, 1]])
     assert recall.answered(places, question, 2).tolist() == [[True, False], [True, True]]
+
+
+def test_rows_of_eval_become_rows_of_the_study():
+    score = {"task": "ruler:vt", "length": 128, "score": 25.0, "standard_error": 1.0}
+    assert rows_of_eval(score) == [{"length": 128, "measure": "ruler:vt", "value": 0.25}]
+    assert rows_of_eval({"task": "ruler:vt", "length": 64, "result": "does not fit"}) == []
+    suite = {"task": "lm:piqa", "length": 64, "metrics": {"acc": 0.6}, "samples": 50}
+    assert rows_of_eval(suite) == [
+        {"length": 64, "measure": "lm:piqa acc", "value": 0.6, "count": 50}
+    ]
+    text = {
+        "task": "perplexity",
+        "length": 128,
+        "loss": 2.0,
+        "bits_per_byte": 1.5,
+        "bytes": 300,
+        "tokens": 100,
+        "loss_by_position": [
+            {"positions": "0-63", "loss": 2.5},
+            {"positions": "64-127", "loss": None},
+        ],
+    }
+    assert rows_of_eval(text) == [
+        {"length": 128, "measure": "bits per byte", "value": 1.5, "count": 300},
+        {"length": 128, "measure": "loss", "value": 2.0, "count": 100},
+        {
+            "length": 128,
+            "measure": "loss by position",
+            "distance_from": 0,
+            "distance_to": 64,
+            "value": 2.5,
+        },
+    ]
+
+
+def test_routed_blocks_count_the_keys_and_values_they_kept():
+    config = tiny.config()  # a softmax block, then a routed one, each 2 heads of 8 + 8, float32
+    model = build(config.model)
+    facts = cache_facts(config, model, {"blocks.1": [0.25, 0.75]})
+    assert facts["kv_bytes_per_token"] == 2 * 16 * 4 + 0.5 * 2 * 16 * 4
+    assert facts["softmax_fraction"] == 0.5
+    assert facts["parameters"] == parameter_count(config.model)
 
 
 # ---- The command ----

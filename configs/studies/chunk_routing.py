@@ -1,6 +1,6 @@
-"""Chunk routing against static hybrids on recall, 8 million parameters, training length 512.
+"""Chunk routing against static hybrids on recall, 4.5 million parameters, training length 512.
 
-Eight layers of width 256, softmax or routed at 3 and 7 in the hybrids, on associative recall,
+Four layers of width 256, the last one softmax or routed in the hybrids, on associative recall,
 needles and prose. Asks whether chunk routing (NAtS-L, arXiv 2602.03681) recalls like attention at a
 fraction of its keys and values and extrapolates where a hybrid with rotary positions does not; with
 the control without positions, which the published comparison lacks, and with the authors' released
@@ -29,15 +29,17 @@ from jhybrid.config import (
 from jhybrid.study.plan import Cell, Evaluation, RecallMeasure, Study
 
 LENGTH = 512
-RECALL = AssociativeRecall(weight=0.45, num_pairs=64, num_queries=64, length=LENGTH)
-NEEDLE = Needle(weight=0.15, length=LENGTH, answer_only=True)
-SOURCES = (
+RECALL = AssociativeRecall(weight=11, num_pairs=64, num_queries=64, length=LENGTH)
+NEEDLE = Needle(weight=3, length=LENGTH, answer_only=True)
+SOURCES = (  # weights are rows of a batch
     RECALL,
-    AssociativeRecall(weight=0.25, num_pairs=32, num_queries=32, length=128),
+    dataclasses.replace(RECALL, weight=8, num_pairs=32, num_queries=32, length=128),
+    dataclasses.replace(RECALL, weight=8, num_pairs=8, num_queries=8, length=32),
     NEEDLE,
-    EmbeddedText(weight=0.15),
+    EmbeddedText(weight=2),
 )
 LENGTHS = (LENGTH, 4 * LENGTH, 16 * LENGTH)
+STEPS, DECAY_STEPS = 800, 150
 
 CHANNELS = SwiGLUConfig(width=768)
 HEADS = {"num_heads": 4, "key_dim": 32, "value_dim": 64}
@@ -55,7 +57,7 @@ TRUNCATED = dataclasses.replace(ROUTED, truncate_intra_softmax_grad=True)
 
 
 def hybrid(mixer) -> tuple[BlockConfig, ...]:
-    return (LINEAR, LINEAR, LINEAR, block(mixer)) * 2
+    return (LINEAR, LINEAR, LINEAR, block(mixer))
 
 
 STACKS = {
@@ -67,9 +69,9 @@ STACKS = {
         hybrid(dataclasses.replace(SOFTMAX, rope_theta=None)),
         0.25,
     ),
-    ("gated_delta_net", "pure"): ((LINEAR,) * 8, 0.0),
-    ("softmax", "full"): ((block(SOFTMAX),) * 8, 1.0),
-    ("nats_l", "pure"): ((block(dataclasses.replace(ROUTED, rope_theta=ROPE)),) * 8, 0.0),
+    ("gated_delta_net", "pure"): ((LINEAR,) * 4, 0.0),
+    ("softmax", "full"): ((block(SOFTMAX),) * 4, 1.0),
+    ("nats_l", "pure"): ((block(dataclasses.replace(ROUTED, rope_theta=ROPE)),) * 4, 0.0),
 }
 
 
@@ -91,8 +93,13 @@ def experiment(blocks: tuple[BlockConfig, ...]) -> Experiment:
             batch_size=32,
             document_alignment=32,
         ),
-        optimizer=OptimizerConfig(learning_rate=2e-3, warmup_steps=100),
-        training=TrainingConfig(steps=1200, log_every_steps=50, checkpoint_every_steps=400),
+        optimizer=OptimizerConfig(
+            learning_rate=2e-3,
+            warmup_steps=100,
+            schedule="warmup_stable_decay",
+            decay_steps=DECAY_STEPS,
+        ),
+        training=TrainingConfig(steps=STEPS, log_every_steps=50, checkpoint_every_steps=200),
     )
 
 
@@ -105,7 +112,7 @@ def study() -> Study:
             for (mixer, layout), (blocks, share) in STACKS.items()
         ),
         evaluation=Evaluation(
-            lengths=LENGTHS,
+            lengths=(LENGTH, 16 * LENGTH),
             recall=(
                 RecallMeasure(task=even, lengths=LENGTHS, documents=32),
                 RecallMeasure(task=NEEDLE, lengths=LENGTHS, documents=32),

@@ -35,13 +35,14 @@ MIXERS = (
     "kda",
 )
 LAYOUTS = ("pure", "12-1", "6-1", "3-1")
-RECALL = AssociativeRecall(weight=0.45, num_pairs=64, num_queries=64, length=LENGTH)
-NEEDLE = Needle(weight=0.15, length=LENGTH, answer_only=True)
-SOURCES = (
+RECALL = AssociativeRecall(weight=11, num_pairs=64, num_queries=64, length=LENGTH)
+NEEDLE = Needle(weight=3, length=LENGTH, answer_only=True)
+SOURCES = (  # weights are rows of a batch
     RECALL,
-    AssociativeRecall(weight=0.25, num_pairs=32, num_queries=32, length=128),
+    dataclasses.replace(RECALL, weight=8, num_pairs=32, num_queries=32, length=128),
+    dataclasses.replace(RECALL, weight=8, num_pairs=8, num_queries=8, length=32),
     NEEDLE,
-    EmbeddedText(weight=0.15),
+    EmbeddedText(weight=2),
 )
 
 
@@ -62,6 +63,7 @@ def experiment() -> Experiment:
             sources=SOURCES,
             sequence_length=LENGTH,
             batch_size=32,
+            document_alignment=32,
         ),
         optimizer=OptimizerConfig(learning_rate=2e-3, warmup_steps=100),
         training=TrainingConfig(steps=1200, log_every_steps=50, checkpoint_every_steps=400),

@@ -1,7 +1,7 @@
 """The published study at 1.3B: as paper_340m, 24 layers of width 2048, 100B tokens.
 
-Expected cost, from the FLOP count, not run: 31 x 9e20 FLOPs, 26 days of one H200 each at 40 % MFU;
-set `mesh` for several.
+Expected cost, from the FLOP count, not run: 31 x 7.5e20 to 9e20 FLOPs, 22 to 26 days of one H200
+each at 40 % MFU; set `mesh` for several.
 
 Run: python -m jhybrid.study --plan configs/studies/paper_1p3b.py --workdir studies/paper_1p3b
 """

@@ -2,7 +2,7 @@
 
 31 runs of 20B tokens, 24 layers of width 1024, each one of train.py's; the paper trained 36 and
 does not say which. The recipe is that of configs/hybrid_340m.py. Expected cost, from the FLOP
-count, not run: 31 x 5e19 FLOPs, 35 hours of one H200 each at 40 % MFU.
+count, not run: 31 x 4.1e19 to 5.3e19 FLOPs, 29 to 37 hours of one H200 each at 40 % MFU.
 
 Run, after writing records with `python -m jhybrid.data.prepare`; one array task per cell:
 sbatch --array=0-30 --wrap='python -m jhybrid.study --plan configs/studies/paper_340m.py
@@ -22,9 +22,13 @@ RECALL = AssociativeRecall(num_pairs=64, num_queries=64, length=4096, power=1.0)
 
 
 def evaluation() -> Evaluation:
-    """RULER in the training window, as in the paper, and recall beyond it."""
+    """The paper's language tasks (extra `eval`), RULER in the training window, recall beyond it."""
     return Evaluation(
-        tasks=("perplexity", *(f"ruler:{name}" for name in RULER)),
+        tasks=(
+            "perplexity",
+            *(f"ruler:{name}" for name in RULER),
+            *(f"lm:{name}" for name in LANGUAGE),
+        ),
         lengths=(4096,),
         num_samples=500,
         recall=(
@@ -34,6 +38,7 @@ def evaluation() -> Evaluation:
     )
 
 
+LANGUAGE = ("arc_challenge", "arc_easy", "hellaswag", "lambada_openai", "openbookqa", "piqa")
 RULER = (
     "niah_single_1",
     "niah_single_2",

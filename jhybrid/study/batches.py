@@ -17,7 +17,7 @@ import numpy as np
 from jhybrid.config import AssociativeRecall, DataConfig, Needle, require
 from jhybrid.data import Tokenizer, load_tokenizer
 from jhybrid.data.needle import NeedleTask
-from jhybrid.data.recall import TASK_TOKENS
+from jhybrid.data.recall import TASK_TOKENS, AssociativeRecallTask
 from jhybrid.data.rows import SyntheticRows
 from jhybrid.data.sources import token_store
 from pallas_kernels.array_types import Array, Float, Int
@@ -76,6 +76,12 @@ def _source(config: DataConfig, index: int, rows: int, tokenizer: Tokenizer) -> 
     source = config.sources[index]
     length = config.sequence_length
     if isinstance(source, AssociativeRecall):
+        require(
+            source.length % config.document_alignment == 0,
+            f"data.sources.{index}.length={source.length} must be a multiple of "
+            f"data.document_alignment={config.document_alignment} where batches are drawn on the "
+            "device",
+        )
         return recall_source(source, tokenizer, rows, length)
     if isinstance(source, Needle):
         task = NeedleTask(source, tokenizer)
@@ -132,6 +138,7 @@ def recall_source(
         f"data.sources AssociativeRecall.length={config.length} must divide "
         f"data.sequence_length={length} where batches are drawn on the device",
     )
+    AssociativeRecallTask(config, tokenizer)  # may refuse
     vocabulary = jnp.asarray(tokenizer.ordinary_ids[:TASK_TOKENS], jnp.int32)
 
     def documents(key: Array, vocabulary: Int[Array, "v"]) -> Batch:

@@ -111,6 +111,22 @@ def single(name: str, length: int) -> Measure:
     return Measure(f"{name} at {length}", of, not name.startswith(("bits", "loss")))
 
 
+def average(label: str, prefix: str, suffix: str, length: int) -> Measure:
+    """Mean over the measures at a length whose names begin and end so."""
+
+    def of(result: Result) -> float | None:
+        values = [
+            row["value"]
+            for row in result["measures"]
+            if row.get("length") == length
+            and row["measure"].startswith(prefix)
+            and row["measure"].endswith(suffix)
+        ]
+        return float(np.mean(values)) if values else None
+
+    return Measure(f"{label} at {length}", of, True)
+
+
 @dataclasses.dataclass(frozen=True)
 class Finding:
     """One question answered in a sentence, or why it cannot be; `numbers` are what it rests on."""
@@ -244,9 +260,8 @@ def properties_that_matter(samples: Samples) -> Finding:
     )
 
 
-def findings(results: Sequence[Result], recalls: Sequence[Measure], model: Measure | None):
-    """The three questions, for each measure of recall and for that of language modelling."""
-    measures = [*recalls, *([] if model is None else [model])]
+def findings(results: Sequence[Result], measures: Sequence[Measure]) -> list[Finding]:
+    """The three questions, for each measure of recall and of language modelling."""
     samples = [Samples(results, measure) for measure in measures]
     samples = [of for of in samples if of.by_cell]
     questions = (effect_of_ratio, rank_in_hybrids, properties_that_matter)

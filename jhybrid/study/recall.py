@@ -108,6 +108,7 @@ def _right(
     return (answers < 0) | (jax.lax.map(likeliest, hidden) == answers)
 
 
+@functools.lru_cache(maxsize=32)
 def held_out(of: RecallMeasure, length: int, tokenizer: Tokenizer) -> Questions:
     """The documents of a measure at one length, the same at every call."""
     task: Any = dataclasses.replace(of.task, length=length)

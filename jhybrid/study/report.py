@@ -13,28 +13,37 @@ from jhybrid.study.plan import Study
 Cell = tuple[str, str]
 MODEL = "bits per byte"
 BITS = "bits per byte of held-out text"
+SHARES = (0.0, 1.02)  # of right answers, on an axis
 
 
-def measures(study: Study) -> tuple[list[Measure], Measure | None]:
-    """What the questions are about: recall at the first length of each task, and bits per byte at
-    the first length of perplexity."""
+def measures(study: Study) -> tuple[list[Measure], list[Measure]]:
+    """What the questions are about, at the first length of each: recall, then language modelling.
+
+    RULER's tasks count as recall, by their mean; the harness's by the mean of their accuracies.
+    """
     evaluation = study.evaluation
     recalls = [findings.recall(type(of.task).__name__, of.lengths[0]) for of in evaluation.recall]
-    has_text = "perplexity" in evaluation.tasks
-    return recalls, findings.single(MODEL, evaluation.lengths[0]) if has_text else None
+    models = []
+    if any(task.startswith("ruler:") for task in evaluation.tasks):
+        recalls.append(findings.average("RULER", "ruler:", "", evaluation.lengths[0]))
+    if "perplexity" in evaluation.tasks:
+        models.append(findings.single(MODEL, evaluation.lengths[0]))
+    if any(task.startswith("lm:") for task in evaluation.tasks):
+        models.append(findings.average("LM accuracy", "lm:", " acc", evaluation.lengths[0]))
+    return recalls, models
 
 
 def render(study: Study, results: Sequence[Result]) -> str:
     """The page, from the results of any part of the study's runs."""
-    recalls, model = measures(study)
+    recalls, models = measures(study)
     parts = {
         "name": html.escape(study.name),
         "lead": html.escape(_lead(study, results)),
-        "questions": _questions(findings.findings(results, recalls, model)),
+        "questions": _questions(findings.findings(results, [*recalls, *models])),
         "charts": "\n".join(
             f'<figure id="{name}">{svg}</figure>' for name, svg in charts(study, results).items()
         ),
-        "cells": _cells(results, [*recalls, *([model] if model else [])]),
+        "cells": _cells(results, [*recalls, *models]),
         "others": _others(results),
         "data": table.to_json(table.tidy(results)).replace("<", "\\u003c"),
     }
@@ -46,14 +55,15 @@ def render(study: Study, results: Sequence[Result]) -> str:
 
 def charts(study: Study, results: Sequence[Result]) -> dict[str, str]:
     """Every chart that the results have numbers for, by name."""
-    recalls, model = measures(study)
+    recalls, models = measures(study)
     found: dict[str, str | None] = {}
-    if model is not None:
-        found["text-by-ratio"] = by_ratio(Samples(results, model), BITS)
+    for model in models:
+        name = "text" if model.name.startswith(MODEL) else "suite"
+        found[f"{name}-by-ratio"] = by_ratio(Samples(results, model), model.name, None)
     for recall in recalls:
         name = recall.name.split()[0].lower()
         samples = Samples(results, recall)
-        found[f"{name}-by-ratio"] = by_ratio(samples, f"right answers, {recall.name}")
+        found[f"{name}-by-ratio"] = by_ratio(samples, f"right answers, {recall.name}", SHARES)
         found[f"{name}-by-cache"] = by_cache(samples, results)
         found[f"{name}-ranks"] = ranks(samples)
     for of in study.evaluation.recall:
@@ -63,18 +73,19 @@ def charts(study: Study, results: Sequence[Result]) -> dict[str, str]:
             of.lengths,
             lambda length, name=name: findings.recall(name, length),
             f"{name}: right answers by length of the document",
+            SHARES,
         )
         for length in of.lengths:
             found[f"{name.lower()}-by-distance-{length}"] = by_distance(results, name, length)
-    if model is not None and len(study.evaluation.lengths) > 1:
-        lengths = study.evaluation.lengths
+    lengths = study.evaluation.lengths
+    if "perplexity" in study.evaluation.tasks and len(lengths) > 1:
         found["text-by-length"] = by_length(
             results, lengths, lambda length: findings.single(MODEL, length), f"{BITS} by length"
         )
     return {name: svg for name, svg in found.items() if svg is not None}
 
 
-def by_ratio(samples: Samples, label: str) -> str | None:
+def by_ratio(samples: Samples, label: str, y_range: tuple[float, float] | None) -> str | None:
     """One line per mixer over the share of full layers; none if no mixer has two layouts."""
     by_mixer: dict[str, list[Point]] = {}
     for cell, estimate in _estimates(samples).items():
@@ -92,6 +103,7 @@ def by_ratio(samples: Samples, label: str) -> str | None:
         x_label="share of layers with full attention",
         y_label=samples.measure.name,
         x_ticks=ticks,
+        y_range=y_range,
     )
 
 
@@ -114,6 +126,7 @@ def by_cache(samples: Samples, results: Sequence[Result]) -> str | None:
         title=f"{samples.measure.name} against the size of the cache",
         x_label="bytes of keys and values per token",
         y_label=samples.measure.name,
+        y_range=SHARES,
     )
 
 
@@ -146,7 +159,11 @@ def ranks(samples: Samples) -> str | None:
 
 
 def by_length(
-    results: Sequence[Result], lengths: Sequence[int], of: Callable[[int], Measure], title: str
+    results: Sequence[Result],
+    lengths: Sequence[int],
+    of: Callable[[int], Measure],
+    title: str,
+    y_range: tuple[float, float] | None = None,
 ) -> str | None:
     """A line per cell over the lengths that were measured."""
     by_cell: dict[Cell, list[Point]] = {}
@@ -156,7 +173,14 @@ def by_length(
     if len(lengths) < 2 or not by_cell:
         return None
     series = [Series(" ".join(cell), points) for cell, points in by_cell.items()]
-    return chart(series, title=title, x_label="tokens", y_label=title.split(" by ")[0], log_x=True)
+    return chart(
+        series,
+        title=title,
+        x_label="tokens",
+        y_label=title.split(" by ")[0],
+        log_x=True,
+        y_range=y_range,
+    )
 
 
 def by_distance(results: Sequence[Result], name: str, length: int) -> str | None:
@@ -182,7 +206,7 @@ def by_distance(results: Sequence[Result], name: str, length: int) -> str | None
         x_label="tokens between what is asked for and the answer, from",
         y_label="right answers",
         log_x=True,
-        y_range=(0.0, 1.02),
+        y_range=SHARES,
     )
 
 

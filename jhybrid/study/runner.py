@@ -231,11 +231,11 @@ def measure(
             out=out,
         )
         for row in evaluate(options, experiment, model, announce=lambda line: None).rows:
-            rows += _of_eval(row)
+            rows += rows_of_eval(row)
     return rows
 
 
-def _of_eval(row: Row) -> list[Row]:
+def rows_of_eval(row: Row) -> list[Row]:
     """A row of eval.py as the study's rows; what did not fit a length gives none."""
     same = {"length": row["length"]}
     if "loss" in row:
@@ -254,7 +254,11 @@ def _of_eval(row: Row) -> list[Row]:
         return [{**same, **found} for found in (bits, loss, *by_position)]
     if "score" in row:
         return [{**same, "measure": row["task"], "value": row["score"] / 100}]
-    return []
+    metrics = row.get("metrics", {})
+    return [
+        {**same, "measure": f"{row['task']} {name}", "value": value, "count": row["samples"]}
+        for name, value in metrics.items()
+    ]
 
 
 def cache_facts(
