@@ -13,6 +13,7 @@ from jhybrid.attention_config import SoftmaxConfig
 from jhybrid.config import ChunkRoutedConfig, HeadRoutedConfig
 from jhybrid.errors import UserError
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
 HEAD_ROUTED = HeadRoutedConfig(
     attention=SoftmaxConfig(num_heads=8, num_kv_heads=4, head_dim=8), block_size=16
 )
