@@ -72,6 +72,7 @@ class HeadRoutedConfig:
     local_blocks: int = 16  # SSA: latest blocks, the query's own included
     stride: int = 16  # XA: tokens per scored tile
     threshold: float = 0.9  # XA: mass that the kept blocks reach
+    softmax_bias: float = 0.0  # added to the router's scores of the full mode; lower: sparser
     pool_tokens: int = 100  # the router reads the mean key of the first and of the last so many
     # With a state: "trimmed" keeps the sinks and a ring for SSA heads; "full" lets every head see
     # all after the prompt, as the authors' release does.

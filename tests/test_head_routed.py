@@ -123,6 +123,19 @@ def test_the_second_output_of_the_router_is_full_attention():
         np.testing.assert_array_equal(report["decisions"], np.full((4, 1, G), bool(winner)))
 
 
+def test_a_bias_moves_heads_whose_scores_are_close_to_the_other_mode():
+    x = inputs(LENGTH, batch=4)
+    scores = build(FA_SSA)(x, None, positions(x))[2]["scores"]
+    margin = np.asarray(scores[..., 0] - scores[..., 1])
+    bias = -float(np.median(margin))
+    case = build(dataclasses.replace(FA_SSA, softmax_bias=bias))
+    decisions = case(x, None, positions(x))[2]["decisions"]
+    np.testing.assert_array_equal(decisions, margin + bias >= 0)
+    assert 0 < decisions.sum() < decisions.size
+    told = case(x, None, positions(x, softmax_bias=jnp.float32(1e3)))[2]
+    np.testing.assert_array_equal(told["softmax_fraction"], 1)
+
+
 def test_tokens_in_the_middle_decide_nothing():
     case, x = build(FA_SSA), inputs(LENGTH)
     changed = x.at[:, 3:-3].add(1.0)

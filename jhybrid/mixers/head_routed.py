@@ -125,7 +125,14 @@ class HeadRouted(Softmax):
             decision = routing.fixed(weight, threshold, mixes=mixes, forced=context.routes)
             return decision, counted
         scores = self.router(pooled)[..., ::-1]  # `routing` has the full mode first
-        decision = routing.decide(scores, rng=rng, temperature=temperature, forced=context.routes)
+        own, told = self.routed.softmax_bias, context.softmax_bias
+        decision = routing.decide(
+            scores,
+            bias=own if told is None else told,
+            rng=rng,
+            temperature=temperature,
+            forced=context.routes,
+        )
         return decision, counted
 
     def _weight(self, rng: Array | None) -> Float[Array, "G"]:
