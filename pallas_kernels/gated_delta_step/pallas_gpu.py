@@ -19,9 +19,10 @@ from pallas_kernels.dispatch import Target
 from pallas_kernels.gated_delta_rule.pallas_gpu import JAX_VERSION
 
 _CHIPS = ("H100", "H200")
-_BLOCKS = 2 * 132  # two a multiprocessor
+_MULTIPROCESSORS = 132  # of the H100 and H200 in their SXM form
+_SHARED_BYTES = 224 * 1024  # of a multiprocessor
+_COLUMNS = 32  # of the values a part; narrower ones cannot be swizzled
 _STAGES = 3  # parts of the state in a block's shared memory
-_PART_BYTES = 2**15  # at most; six of them on a multiprocessor
 _KEY_WIDTHS = (64, 128, 192, 256)
 
 
@@ -40,10 +41,10 @@ def unsupported(problem: Any, target: Target) -> str | None:
     return None
 
 
-def columns_per_part(batch: int, heads: int, width: int, value_width: int) -> int:
-    """64 value columns, or 32 where 64 are too large or too few parts for all blocks."""
-    parts = batch * heads * value_width // 64
-    return 64 if width * 64 * 4 <= _PART_BYTES and parts >= _BLOCKS else 32
+def blocks_of(parts: int, width: int) -> int:
+    """Three blocks a multiprocessor, or two where shared memory holds no more."""
+    fitting = _SHARED_BYTES // (_STAGES * width * _COLUMNS * 4)
+    return min(parts, _MULTIPROCESSORS * min(3, fitting))
 
 
 def step(
@@ -55,19 +56,18 @@ def step(
     beta: Float[Array, "B H"],
     state: Float[Array, "B H K V"],
     *,
-    columns: int | None = None,
-    blocks: int = _BLOCKS,
+    columns: int = _COLUMNS,
+    blocks: int | None = None,
     interpret=None,
 ) -> tuple[Float[Array, "B H V"], Float[Array, "B H K V"]]:
-    """See `api.gated_delta_step`; `columns` of the values a part, by its size when None."""
+    """See `api.gated_delta_step`; `columns` of the values are a part, `blocks_of` says how many."""
     # Mosaic GPU is experimental: other JAX versions must be able to import this module.
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     batch, heads, width, value_width = state.shape
-    columns = columns or columns_per_part(batch, heads, width, value_width)
     panes = value_width // columns
     parts = batch * heads * panes
-    blocks = min(blocks, parts)
+    blocks = min(parts, blocks or blocks_of(parts, width))
     group = heads // k.shape[1]
     layout = plgpu.Layout.WGMMA
     shape = (width, columns)

@@ -235,10 +235,10 @@ def test_the_gpu_kernel_lowers_for_cuda_and_updates_in_place(name):
     assert alias in call
 
 
-def test_few_rows_and_wide_keys_are_cut_into_narrower_parts():
-    assert pallas_gpu.columns_per_part(1, 6, 128, 256) == 32
-    assert pallas_gpu.columns_per_part(64, 32, 128, 128) == 64
-    assert pallas_gpu.columns_per_part(64, 32, 256, 128) == 32
+def test_as_many_blocks_as_shared_memory_holds_at_most_three_a_multiprocessor():
+    widths = {width: pallas_gpu.blocks_of(10**6, width) for width in (64, 128, 192, 256)}
+    assert widths == {64: 396, 128: 396, 192: 396, 256: 264}
+    assert pallas_gpu.blocks_of(48, 128) == 48
 
 
 @pytest.mark.covers("gated_delta_step", "pallas_gpu", "forward")
