@@ -68,12 +68,12 @@ def _rule(scale, q, k, v, g, beta, initial_state, write_mask, segment_ids):
 
 def _rule_forward(scale, *arrays):
     o, final_state, *kept = forward(*arrays, scale=scale)
-    return (o, final_state), (arrays, *kept)
+    return (o, final_state), (arrays, kept)
 
 
 def _rule_backward(scale, kept, cotangents):
-    arrays, inverses, states = kept
-    return *backward(*arrays, inverses, states, *cotangents, scale=scale), None
+    arrays, kept = kept
+    return *backward(*arrays, *kept, *cotangents, scale=scale), None
 
 
 _rule.defvjp(_rule_forward, _rule_backward)
@@ -104,8 +104,9 @@ def forward(
     scale: float,
     pieces: int | None = None,
     interpret=None,
-) -> tuple[Array, Array, Float[Array, "B H N C C"], Float[Array, "B H P V K"]]:
-    """Outputs, final state; for the backward pass every tile's inverse and the stretches' states.
+) -> tuple[Array, Array, Float[Array, "B H N C C"], Float[Array, "B H P V K"], Any]:
+    """Outputs, final state; for the backward pass every tile's inverse, the stretches' states and,
+    where there are several, their transitions.
 
     Rows are split into `pieces` stretches (by the cost model when None).
     """
@@ -123,13 +124,14 @@ def forward(
     states = initial_state.astype(jnp.float32).swapaxes(2, 3)
     if pieces is None:
         pieces = split.stretches(batch, heads, gates.shape[2], k.shape[-1], value_width)
+    transitions = None
     if pieces == 1:
         states = states[:, :, None]
     else:
-        maps = split.summarise(k, v, a, gates, pieces, interpret=interpret)
-        states = split.join(states, *maps, interpret=interpret)
+        increments, transitions = split.summarise(k, v, a, gates, pieces, interpret=interpret)
+        states = split.join(states, increments, transitions, interpret=interpret)
     o, left = scan_tiles(q, k, v, a, gates, states, scale=scale, interpret=interpret)
-    return o[:, :length], left[:, :, -1].swapaxes(2, 3), a, states
+    return o[:, :length], left[:, :, -1].swapaxes(2, 3), a, states, transitions
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "interpret"))
@@ -144,6 +146,7 @@ def backward(
     segment_ids: Int[Array, "B T"] | None,
     inverses: Float[Array, "B H N C C"],
     states: Float[Array, "B H P V K"],
+    transitions: Any,
     do: Float[Array, "B T H V"],
     dfinal: Float[Array, "B H K V"],
     *,
@@ -152,7 +155,7 @@ def backward(
 ) -> tuple[Array, Array, Array, Array, Array, Array, Array | None]:
     """Gradients of q, k, v, g, beta, initial_state and write_mask; deterministic (no atomics).
 
-    `inverses` and `states` are what `forward` returned beside its results.
+    `inverses`, `states` and `transitions` are what `forward` returned beside its results.
     """
     from pallas_kernels.gated_delta_rule import pallas_gpu_split as split
     from pallas_kernels.gated_delta_rule.pallas_gpu_gradients import tile_gradients
@@ -170,11 +173,11 @@ def backward(
     _, q_, k_, v_, do_ = _padded(None, q, k, v, do)
     passes = (q_, k_, do_, inverses, gates)
     options = {"scale": scale, "interpret": interpret}
-    dstates, pieces = dfinal.swapaxes(2, 3), states.shape[2]
-    if pieces == 1:
+    dstates = dfinal.swapaxes(2, 3)
+    if transitions is None:
         dstates = dstates[:, :, None]
     else:
-        maps = summarise_reversed(*passes, pieces, **options)
+        maps = summarise_reversed(*passes, transitions, **options)
         dstates = split.join(dstates, *maps, interpret=interpret)
     states, written = replay(k_, v_, inverses, gates, states, interpret=interpret)
     dstates, y, dentering = reverse(*passes, dstates, **options)

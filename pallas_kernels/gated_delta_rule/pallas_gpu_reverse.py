@@ -6,9 +6,10 @@ M = [s (Q K^T) o D]_tril:
 Y is the gradient of beta o (V - e K S). A warpgroup holds dS^T of 64 value columns, as forwards.
 
 Rows are split as forwards (`pallas_gpu_split`): a stretch maps dS_out to T^T dS_out + R, with T of
-the forward pass. `summarise_reversed` runs every stretch but the first from dS = 0 (R) and, without
-dO, from dS = I (T^T); `join` chains them; `reverse` then runs all stretches at once. Stretches are
-counted from the end of the row throughout.
+the forward pass, which has it of every stretch but the last. `summarise_reversed` runs every
+stretch but the first from dS = 0 (R) and, without dO, the last one from dS = I (T^T); `join` chains
+them; `reverse` then runs all stretches at once. Stretches are counted from the end of the row
+throughout.
 """
 
 import functools
@@ -21,7 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.array_types import Array, Float
 from pallas_kernels.gated_delta_rule.pallas_gpu_replay import workers_of
-from pallas_kernels.gated_delta_rule.pallas_gpu_split import high_and_low
+from pallas_kernels.gated_delta_rule.pallas_gpu_split import Halves, map_shapes, store_map
 from pallas_kernels.gated_delta_rule.pallas_gpu_tiles import (
     BETA,
     CARRY_IN,
@@ -40,11 +41,12 @@ _STAGES = 2
 
 def _stretch(
     q_ref, k_ref, do_ref, a_ref, gates_ref, kq, do, a, gates, m, loaded, attended, consumed,
-    *, group, workers, stretch, tiles, pieces, scale, segmented, interpret, begin, keep, finish,
+    *, pane, piece, group, workers, stretch, tiles, pieces, scale, segmented, interpret,
+    begin, keep, finish,
 ):  # fmt: skip
     """One stretch. `begin(panel)` gives dS^T [64, K] of 64 columns, and what to multiply dO with;
     `keep(tile, panel, dS, Y)` takes what a tile leaves behind, `finish(panel, dS)` the last dS."""
-    row, head, pane, piece = (lax.axis_index(name) for name in ("row", "head", "pane", "piece"))
+    row, head = (lax.axis_index(name) for name in ("row", "head"))
     key_head = lax.div(head, jnp.int32(group))
     worker = lax.axis_index("worker")
     first = (pieces - 1 - piece) * stretch
@@ -140,9 +142,17 @@ def _scratch(workers, width, vectors):
     ]
 
 
-def _summarise_kernel(q_ref, k_ref, do_ref, a_ref, gates_ref, high_ref, low_ref, *scratch, **sizes):
-    row, head, piece = (lax.axis_index(name) for name in ("row", "head", "piece"))
+def _summarise_kernel(
+    q_ref, k_ref, do_ref, a_ref, gates_ref, r_high_ref, r_low_ref, t_high_ref, t_low_ref,
+    *scratch, **sizes,
+):  # fmt: skip
+    row, head, block = (lax.axis_index(name) for name in ("row", "head", "block"))
     value_width, width = do_ref.shape[-1], q_ref.shape[-1]
+    # First the panes of R, stretch by stretch, then those of the last stretch's transition.
+    panes = value_width // (TILE * sizes["workers"])
+    behind = block - panes * (sizes["pieces"] - 1)
+    piece = jnp.where(behind < 0, lax.div(block, jnp.int32(panes)), 0)
+    pane = jnp.where(behind < 0, lax.rem(block, jnp.int32(panes)), panes + behind)
 
     def begin(panel):
         i = plgpu.broadcasted_iota(jnp.int32, (TILE, width), 0, layout=WGMMA)
@@ -154,10 +164,10 @@ def _summarise_kernel(q_ref, k_ref, do_ref, a_ref, gates_ref, high_ref, low_ref,
         pass
 
     def finish(panel, dstate):
-        here = (row, head, piece, pl.ds(panel, TILE))
-        high_ref.at[here][...], low_ref.at[here][...] = high_and_low(dstate)
+        maps = (r_high_ref, r_low_ref), (t_high_ref, t_low_ref)
+        store_map(*maps, (row, head, piece), panel, dstate)
 
-    _stretch(q_ref, k_ref, do_ref, a_ref, gates_ref, *scratch, **sizes,
+    _stretch(q_ref, k_ref, do_ref, a_ref, gates_ref, *scratch, pane=pane, piece=piece, **sizes,
              begin=begin, keep=keep, finish=finish)  # fmt: skip
 
 
@@ -165,7 +175,7 @@ def _reverse_kernel(
     q_ref, k_ref, do_ref, a_ref, gates_ref, dstate_ref, dstates_ref, y_ref, dfirst_ref,
     kept, out, *scratch, **sizes,
 ):  # fmt: skip
-    row, head, piece = (lax.axis_index(name) for name in ("row", "head", "piece"))
+    row, head, pane, piece = (lax.axis_index(name) for name in ("row", "head", "pane", "piece"))
     worker = lax.axis_index("worker")
 
     def begin(panel):
@@ -185,7 +195,7 @@ def _reverse_kernel(
         dfirst_ref.at[row, head, piece, pl.ds(panel, TILE)][...] = dstate
         plgpu.wait_smem_to_gmem(0)
 
-    _stretch(q_ref, k_ref, do_ref, a_ref, gates_ref, *scratch, **sizes,
+    _stretch(q_ref, k_ref, do_ref, a_ref, gates_ref, *scratch, pane=pane, piece=piece, **sizes,
              begin=begin, keep=keep, finish=finish)  # fmt: skip
 
 
@@ -195,19 +205,21 @@ def summarise_reversed(
     do: Float[Array, "B T H V"],
     a: Float[Array, "B H N C C"],
     gates: Float[Array, "B H N R C"],
-    pieces: int,
+    transitions: Halves,
     *,
     scale: float,
     interpret=None,
-) -> tuple[Float[Array, "B H P-1 V+K K"], Float[Array, "B H P-1 V+K K"]]:
-    """[R^T; T] of every stretch but the first, from the last, as leading and trailing bf16 bits."""
+) -> tuple[Halves, Halves]:
+    """R^T and T of every stretch but the first, from the last to the second, as leading and
+    trailing bits; `transitions` are T^T of every stretch but the last, by `summarise`."""
     batch, _, heads, value_width = do.shape
     tiles, vectors = gates.shape[2:4]
     width = k.shape[-1]
-    panels = (value_width + width) // TILE
-    workers = workers_of(width, value_width + width)
-    shape = (batch, heads, pieces - 1, value_width + width, width)
-    return plgpu.kernel(
+    pieces = transitions[0].shape[2] + 1
+    workers = min(workers_of(width, value_width), workers_of(width, width))
+    out_type = map_shapes(batch, heads, pieces - 1, value_width, width)[:2]
+    out_type += map_shapes(batch, heads, 1, value_width, width)[2:]
+    *r, high, low = plgpu.kernel(
         functools.partial(
             _summarise_kernel,
             group=heads // k.shape[2],
@@ -219,16 +231,22 @@ def summarise_reversed(
             segmented=vectors == 5,
             interpret=interpret is not None,
         ),
-        out_type=(jax.ShapeDtypeStruct(shape, jnp.bfloat16),) * 2,
+        out_type=out_type,
         scratch_types=_scratch(workers, width, vectors),
-        grid=(panels // workers, pieces - 1, heads, batch),
-        grid_names=("pane", "piece", "head", "row"),
+        grid=(((pieces - 1) * value_width + width) // (TILE * workers), heads, batch),
+        grid_names=("block", "head", "row"),
         num_threads=workers + 1,
         thread_name="worker",
         kernel_name="delta_rule_summarise_reversed",
         compiler_params=READ_ONLY_SMEM,
         interpret=interpret,
     )(q, k, do, a, gates)
+
+    def all_but_first(last, transposed):
+        earlier = jnp.flip(transposed[:, :, 1:], axis=2).swapaxes(3, 4)
+        return jnp.concatenate([last, earlier], axis=2)
+
+    return tuple(r), tuple(map(all_but_first, (high, low), transitions))
 
 
 def reverse(

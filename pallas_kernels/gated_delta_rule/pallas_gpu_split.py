@@ -26,6 +26,8 @@ from pallas_kernels.gated_delta_rule.pallas_gpu_tiles import (
     swizzled,
 )
 
+Halves = tuple[Array, Array]  # leading and trailing bits, bf16, as [B, H, stretches, V or K, K]
+
 _STAGES = 2
 _MULTIPROCESSORS = 132  # of the H100 and H200 in their SXM form
 
@@ -57,7 +59,7 @@ def stretches(batch: int, heads: int, tiles: int, key_width: int, value_width: i
 
 
 def _summarise_kernel(
-    k_ref, v_ref, a_ref, gates_ref, high_ref, low_ref,
+    k_ref, v_ref, a_ref, gates_ref, b_high_ref, b_low_ref, t_high_ref, t_low_ref,
     k, v, a, gates, loaded, consumed,
     *, group, workers, stretch, interpret,
 ):  # fmt: skip
@@ -119,8 +121,8 @@ def _summarise_kernel(
             return state
 
         state = lax.fori_loop(0, stretch, tile, state)
-        here = (row, head, piece, pl.ds(base, TILE))
-        high_ref.at[here][...], low_ref.at[here][...] = high_and_low(state)
+        maps = (b_high_ref, b_low_ref), (t_high_ref, t_low_ref)
+        store_map(*maps, (row, head, piece), base, state)
 
 
 def summarise(
@@ -131,10 +133,10 @@ def summarise(
     pieces: int,
     *,
     interpret=None,
-) -> tuple[Float[Array, "B H P-1 V+K K"], Float[Array, "B H P-1 V+K K"]]:
-    """[B^T; T^T] of every stretch but the last of `pieces` stretches of ceil(N / P) tiles.
+) -> tuple[Halves, Halves]:
+    """B^T and T^T of every stretch but the last of `pieces` stretches of ceil(N / P) tiles.
 
-    As two bf16 arrays, of which the first holds the leading and the second the trailing bits.
+    Each as two bf16 arrays, of which the first holds the leading and the second the trailing bits.
     """
     batch, _, heads, value_width = v.shape
     tiles, vectors = gates.shape[2:4]
@@ -148,10 +150,9 @@ def summarise(
         stretch=-(-tiles // pieces),
         interpret=interpret is not None,
     )
-    shape = (batch, heads, pieces - 1, value_width + width, width)
-    return plgpu.kernel(
+    b_high, b_low, t_high, t_low = plgpu.kernel(
         body,
-        out_type=(jax.ShapeDtypeStruct(shape, jnp.bfloat16),) * 2,
+        out_type=map_shapes(batch, heads, pieces - 1, value_width, width),
         scratch_types=[
             swizzled(_STAGES, TILE, width),
             swizzled(_STAGES, workers, TILE, TILE),
@@ -168,6 +169,7 @@ def summarise(
         compiler_params=READ_ONLY_SMEM,
         interpret=interpret,
     )(k, v, a, gates)
+    return (b_high, b_low), (t_high, t_low)
 
 
 def high_and_low(x):
@@ -176,26 +178,49 @@ def high_and_low(x):
     return high, (x - high.astype(jnp.float32)).astype(jnp.bfloat16)
 
 
+def map_shapes(batch: int, heads: int, stretches: int, value_width: int, width: int):
+    """Of both halves of the increments, then of the transitions."""
+    lead = (batch, heads, stretches)
+    shapes = ((*lead, value_width, width),) * 2 + ((*lead, width, width),) * 2
+    return tuple(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)
+
+
+def store_map(increment, transition, stretch, panel, state):
+    """64 rows of a map's halves: rows of the transition come after the V of the increment."""
+    value_width = increment[0].shape[3]
+    halves = high_and_low(state)
+
+    @pl.when(panel < value_width)
+    def _increment():
+        for ref, half in zip(increment, halves, strict=True):
+            ref.at[(*stretch, pl.ds(panel, TILE))][...] = half
+
+    @pl.when(panel >= value_width)
+    def _transition():
+        for ref, half in zip(transition, halves, strict=True):
+            ref.at[(*stretch, pl.ds(panel - value_width, TILE))][...] = half
+
+
 def _join_kernel(
-    initial_ref, high_ref, low_ref, states_ref, high, low, loaded, *, blocks, interpret
+    initial_ref, b_high_ref, b_low_ref, t_high_ref, t_low_ref, states_ref, high, low, loaded,
+    *, blocks, interpret,
 ):  # fmt: skip
     row, head, pane = (lax.axis_index(name) for name in ("row", "head", "pane"))
-    slots, _, width = high.shape
-    pieces = high_ref.shape[2]
-    value_width = high_ref.shape[3] - width
+    slots = high.shape[0]
+    pieces = b_high_ref.shape[2]
     panel = pl.ds(pane * TILE, TILE)
     parts = 1 + blocks  # of a map: this panel of B, then T by blocks of 64 rows
 
-    def load(step):
-        piece, part = lax.div(step, jnp.int32(parts)), lax.rem(step, jnp.int32(parts))
-        start = jnp.where(part == 0, pane * TILE, value_width + (part - 1) * TILE)
-        here = (row, head, piece, pl.ds(start, TILE))
-        slot = lax.rem(step, jnp.int32(slots))
-        plgpu.copy_gmem_to_smem(high_ref.at[here], high.at[slot], loaded.at[slot])
-        plgpu.copy_gmem_to_smem(low_ref.at[here], low.at[slot], loaded.at[slot])
+    def load(piece, part):  # counted from the stretch's first part, which may be beyond its last
+        piece, part = piece + part // parts, part % parts
+        refs = (t_high_ref, t_low_ref) if part else (b_high_ref, b_low_ref)
+        here = (row, head, piece, pl.ds((part - 1) * TILE, TILE) if part else panel)
+        slot = lax.rem(piece * parts + part, jnp.int32(slots))
+        for ref, to in zip(refs, (high, low), strict=True):
+            plgpu.copy_gmem_to_smem(ref.at[here], to.at[slot], loaded.at[slot])
 
-    for step in range(min(slots, pieces * parts)):
-        load(jnp.int32(step))
+    for part in range(min(slots, pieces * parts)):
+        load(jnp.int32(0), part)
 
     def stretch(piece, state):
         states_ref.at[row, head, piece, panel][...] = state
@@ -213,7 +238,8 @@ def _join_kernel(
                 for a, b in ((a_high, high), (a_low, high), (a_high, low)):
                     state = product(interpret, a, b.at[slot], state)
             plgpu.commit_smem()  # every warp is done with the slot
-            pl.when(step + slots < pieces * parts)(functools.partial(load, step + slots))
+            more = step + slots < pieces * parts
+            pl.when(more)(functools.partial(load, piece, part + slots))
         return state
 
     state = plgpu.load(initial_ref.at[row, head, panel], layout=WGMMA, optimized=False)
@@ -223,14 +249,14 @@ def _join_kernel(
 
 def join(
     initial: Float[Array, "B H V K"],
-    high: Float[Array, "B H P-1 V+K K"],
-    low: Float[Array, "B H P-1 V+K K"],
+    increments: Halves,
+    transitions: Halves,
     *,
     interpret=None,
 ) -> Float[Array, "B H P V K"]:
     """The state (transposed) entering each stretch: S_0, then S_p+1 = T_p S_p + B_p."""
     batch, heads, value_width, width = initial.shape
-    shape = (batch, heads, high.shape[2] + 1, value_width, width)
+    shape = (batch, heads, increments[0].shape[2] + 1, value_width, width)
     slots = 4 if width <= 128 else 2
     return plgpu.kernel(
         functools.partial(_join_kernel, blocks=width // TILE, interpret=interpret is not None),
@@ -245,4 +271,4 @@ def join(
         kernel_name="delta_rule_join",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
-    )(initial, high, low)
+    )(initial, *increments, *transitions)

@@ -138,16 +138,24 @@ def test_without_a_mask_any_chunk_size_is_taken(monkeypatch):
 
 
 @written_for
-@pytest.mark.parametrize("pieces", [2, pytest.param(1, marks=pytest.mark.slow)])
-def test_interpreted_gradients_match_the_reference(key, pieces, quick_compile):
+@pytest.mark.parametrize(
+    ("T", "pieces"), [(67, 2), *(pytest.param(150, n, marks=pytest.mark.slow) for n in (1, 3))]
+)
+def test_interpreted_gradients_match_the_reference(key, T, pieces, quick_compile):
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    arguments = inputs(key, (1, 67, 1, 2, 64, 64), segments=True, mask=True)
+    arguments = inputs(key, (1, T, 1, 2, 64, 64), segments=True, mask=True)
     options = {"scale": 0.125, "interpret": plgpu.InterpretGPUParams()}
 
     def actual(arguments, cotangents):
         o, final_state, *kept = pallas_gpu.forward(**arguments, **options, pieces=pieces)
-        kept = dict(zip(("inverses", "states", "do", "dfinal"), (*kept, *cotangents), strict=True))
+        kept = dict(
+            zip(
+                ("inverses", "states", "transitions", "do", "dfinal"),
+                (*kept, *cotangents),
+                strict=True,
+            )
+        )
         return (o, final_state), pallas_gpu.backward(**arguments, **kept, **options)
 
     def gradients(arguments, cotangents):
@@ -156,6 +164,70 @@ def test_interpreted_gradients_match_the_reference(key, pieces, quick_compile):
         return found
 
     assert_gradients_match_reference(key, arguments, gradients)
+
+
+@pytest.mark.covers("gated_delta_rule", "pallas_gpu", "backward", how="interpreted")
+@written_for
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (1, 136, 1, 2, 64, 64),
+        (1, 72, 1, 1, 128, 128),
+        pytest.param((2, 136, 1, 1, 128, 256), marks=pytest.mark.slow),
+    ],
+)
+def test_interpreted_tile_gradients_are_those_of_their_formulas(key, shape):
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    from pallas_kernels.gated_delta_rule.pallas_gpu_gradients import tile_gradients
+    from pallas_kernels.gated_delta_rule.pallas_gpu_tiles import pack_gates
+
+    given = inputs(key, shape, segments=True)
+    (B, T, _, H, K, V), N = shape, -(-shape[1] // 64)
+    keys = iter(jax.random.split(key, 5))
+    do, written, y = (jax.random.normal(next(keys), (B, T, H, V)) for _ in range(3))
+    states, dstates = (jax.random.normal(next(keys), (B, H, N, V, K)) for _ in range(2))
+    passed = [x.astype(jnp.bfloat16) for x in (do, written, y, states, dstates)]
+    arrays = (given["q"], given["k"], given["v"], *passed)
+    gates = pack_gates(given["g"], given["beta"], None, given["segment_ids"])
+    run = functools.partial(tile_gradients, scale=0.1, interpret=plgpu.InterpretGPUParams())
+    *padded, dgates = jax.jit(run)(*arrays, gates)
+    actual = (*(x[:, :T] for x in padded), dgates)
+    exact = tile_formulas(*(x.astype(jnp.float32) for x in arrays), gates, scale=0.1)
+    for name, x, expected in zip(("dq", "dk", "dv", "dgates"), actual, exact, strict=True):
+        assert_close(x, expected, 5e-3, name)
+
+
+@functools.partial(jax.jit, static_argnames="scale")
+def tile_formulas(q, k, v, do, written, y, states, dstates, gates, scale):
+    """dq, dk, dv and the gates' gradients as HOPPER.md has them, tile by tile; no autodiff."""
+    (B, T, H, _), N = v.shape, gates.shape[2]
+
+    def tiles(x):  # [B, T, h, W] -> [B, H, N, C, W]
+        x = jnp.repeat(jnp.pad(x, ((0, 0), (0, N * 64 - T), (0, 0), (0, 0))), H // x.shape[2], 2)
+        return x.reshape(B, N, 64, H, -1).transpose(0, 3, 1, 2, 4)
+
+    q, k, v, do, written, y = map(tiles, (q, k, v, do, written, y))
+    c, beta, into, out, document = (gates[..., i, :, None] for i in range(5))
+    decay = jnp.exp2(c - c.mT) * (document == document.mT)
+    attention = scale * jnp.tril(do @ written.mT * decay)
+    erased = -jnp.tril(y @ written.mT * decay, -1)
+    dread, dwrite, dkeys = scale * do @ states, written @ dstates, y @ states
+    dq = into * dread + attention @ k
+    dk = out * dwrite - beta * into * dkeys + attention.mT @ q
+    dk += beta * (erased @ k) + (beta * erased).mT @ k
+    pairs = attention * (q @ k.mT) + beta * erased * (k @ k.mT)
+    read_by_keys = (dkeys * k).sum(-1)
+    dinto = (dread * q).sum(-1) - beta[..., 0] * read_by_keys
+    dinto = dinto.at[..., -1].add((states * dstates).sum((-1, -2)))
+    dbeta = (y * v).sum(-1) - into[..., 0] * read_by_keys + (erased @ k * k).sum(-1)
+    dc = jnp.log(2.0) * (pairs.sum(-1) - pairs.sum(-2))
+    dgates = (dc, dbeta, dinto, (dwrite * k).sum(-1), jnp.zeros_like(dc))
+
+    def tokens(x):
+        return x.transpose(0, 2, 3, 1, 4).reshape(B, N * 64, H, -1)[:, :T]
+
+    return tokens(dq), tokens(dk), tokens(beta * y), jnp.stack(dgates, 3)
 
 
 @written_for
@@ -236,9 +308,14 @@ def test_backward_kernels_lower_for_cuda_without_a_gpu(key, pieces):
     kept = {
         "inverses": jax.ShapeDtypeStruct((1, 2, 3, 64, 64), jnp.bfloat16),
         "states": jax.ShapeDtypeStruct((1, 2, pieces, 128, 128), jnp.float32),
+        "transitions": None,
         "do": arguments["v"],
         "dfinal": arguments["initial_state"],
     }
+
+    if pieces > 1:
+        half = jax.ShapeDtypeStruct((1, 2, pieces - 1, 128, 128), jnp.bfloat16)
+        kept["transitions"] = (half, half)
 
     def backward(arguments):
         return pallas_gpu.backward(**arguments, scale=0.1)
