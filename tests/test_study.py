@@ -41,6 +41,7 @@ BASE = tiny.change(tiny.config(), model={"dim": 128})
         ("mini", 19, 3),
         ("hybrid_ratio", 33, 3),
         ("chunk_routing", 7, 3),
+        ("chunk_routing_cpu", 4, 3),
         ("paper_340m", 31, 1),
         ("paper_1p3b", 31, 1),
     ],
