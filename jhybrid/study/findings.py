@@ -218,7 +218,7 @@ def _rank_correlation(samples: Samples, mixers: Sequence[str], layout: str) -> E
     alone, hybrid = (
         [list(samples.by_cell[mixer, of].values()) for mixer in mixers] for of in ("pure", layout)
     )
-    value = spearman([np.mean(x) for x in alone], [np.mean(x) for x in hybrid])
+    value = spearman([float(np.mean(x)) for x in alone], [float(np.mean(x)) for x in hybrid])
     if min(map(len, alone + hybrid)) < 2:
         return Estimate(value, None, None, len(mixers))
 
