@@ -165,8 +165,3 @@ def statistics(decision: Decision, counted: Bool[Array, "B N"]) -> dict[str, Arr
         "counted": counted,
         "scores": decision.scores,
     }
-
-
-def collapsed(softmax_fraction: Float[Array, "*L H"]) -> Bool[Array, "*L"]:
-    """Whether the heads of a layer agree on one operation for every chunk: the router is dead."""
-    return jnp.all(softmax_fraction == 0, -1) | jnp.all(softmax_fraction == 1, -1)

@@ -118,8 +118,3 @@ def test_statistics_ignore_padding_chunks():
     assert_close(report["score_margin"], jnp.array([0.0, 3.0]), 1e-6)
     empty = routing.statistics(decision, jnp.array([[False, False]]))
     assert np.isnan(empty["softmax_fraction"]).all()
-
-
-def test_a_router_is_dead_when_all_heads_always_choose_the_same():
-    fractions = jnp.array([[0.0, 0.0], [1.0, 1.0], [0.0, 1.0], [0.2, 0.0]])
-    np.testing.assert_array_equal(routing.collapsed(fractions), [True, True, False, False])

@@ -10,6 +10,7 @@ import tiny
 import train
 from jhybrid.checkpoint import load_model
 from jhybrid.model import parameter_count
+from jhybrid.training import loop
 from jhybrid.training.metrics import MetricsWriter, collapsed_routing
 from jhybrid.training.progress import duration
 
@@ -178,6 +179,32 @@ def test_only_a_collapse_of_all_heads_is_warned_of(fractions, warned):
     routing = {str(i): {"softmax_fraction": np.array(f)} for i, f in enumerate(fractions)}
     message = collapsed_routing(routing)
     assert message is None if warned is None else warned in message
+
+
+def test_a_collapse_reaches_the_log_and_the_user(run_train, tmp_path):
+    everything = "model.blocks.1.mixer.softmax_bias=1e9"
+    code, _, err = run_train("--workdir", tmp_path / "run", "--set", everything, config=tiny)
+    assert code == 0 and "every head is always softmax attention" in err
+    (warning,) = events(tmp_path / "run", "warning")  # once, not at every log
+    assert "collapsed" in warning["message"]
+
+
+def test_evaluations_see_the_model_of_the_step(tmp_path, quick_compile):
+    experiment = tiny.change(tiny.config(), training={"steps": 2, "eval_every_steps": 1})
+    seen = []
+
+    def evaluate(model):
+        seen.append(np.asarray(model.embed[...]))
+        return {"mean": float(seen[-1].mean())}
+
+    loop.run(experiment, loop.Options(workdir=tmp_path, evaluations={"embedding": evaluate}))
+    found = events(tmp_path, "evaluation")
+    assert [(record["step"], record["name"]) for record in found] == [
+        (1, "embedding"),
+        (2, "embedding"),
+    ]
+    assert [record["mean"] for record in found] == [pytest.approx(x.mean()) for x in seen]
+    assert np.any(seen[0] != seen[1])
 
 
 def test_a_model_without_routing_is_no_collapse():

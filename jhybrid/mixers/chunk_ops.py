@@ -244,7 +244,7 @@ def fuse(
 ) -> Float[Array, "B T Ha*V"]:
     """silu(gate) * (w_0 RMSNorm(read) + w_1 RMSNorm(seen)), in fp32 and returned so.
 
-    XLA makes one pass over memory of it; docs/experiments.md has its bandwidth.
+    XLA makes one kernel of it; docs/speed.md has its bandwidth.
     """
     read, seen = rms_normalise(read, read_weight, eps), rms_normalise(seen, seen_weight, eps)
     if weights is not None:

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from jhybrid.checkpoint import (
 )
 from jhybrid.config import Experiment
 from jhybrid.errors import UserError
-from jhybrid.model import flops_per_token
+from jhybrid.model import HybridLM, flops_per_token
 from jhybrid.serialization import to_json
 from jhybrid.sharding import make_mesh
 from jhybrid.training.backbone import Backbone
@@ -40,11 +40,18 @@ class TrainingError(Exception):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """How to run an experiment, as opposed to which."""
+    """How to run an experiment, as opposed to which.
+
+    After every validation each of `evaluations` is called with the model as it is, on every
+    process, and what it returns goes into the metrics as the event "evaluation" with its name.
+    """
 
     workdir: Path
     resume: bool = False  # there must be a checkpoint; without it, resumes if there is one
     profile: tuple[int, int] | None = None  # steps [start, stop) to trace
+    evaluations: Mapping[str, Callable[[HybridLM], Mapping[str, float]]] = dataclasses.field(
+        default_factory=dict
+    )
 
 
 def run(experiment: Experiment, options: Options) -> None:
@@ -268,6 +275,8 @@ class _Run:
             )
         else:
             self._warn(f"step {step}: the validation data has no targets", step)
+        for name, evaluate in self.options.evaluations.items():
+            self._write("evaluation", step, name=name, **evaluate(self.program.model(state)))
 
     def _save(self, state: TrainState, step: int) -> None:
         if step == self.saved_step:

@@ -87,7 +87,7 @@ def _scalars(record: Mapping[str, Any], prefix: str) -> dict[str, float]:
 class MetricsWriter:
     """Appends one JSON object per line to workdir/metrics.jsonl.
 
-    Each has "event" (start, train, validation, checkpoint, warning, end), "step" and "time"
+    Each has "event" (start, train, validation, evaluation, checkpoint, warning), "step" and "time"
     (seconds since the epoch). A resumed run appends; steps that a killed run took after its last
     checkpoint therefore appear twice, and the later line is the one that counts.
     """

@@ -150,7 +150,7 @@ class Program:
         temperature: Float[Array, ""] | None = None,
     ) -> tuple[Float[Array, "B T"], dict[str, Report]]:
         """-log p of every target, 0 where there is none; what each mixer reports, by block."""
-        model = nnx.merge(self.graphdef, unflatten(self.template, params | frozen))
+        model = self._model(params, frozen)
         context = dataclasses.replace(training_context(batch), rng=key, temperature=temperature)
         output = model(batch["tokens"], context)
         losses = -token_log_likelihoods(model, output.hidden, batch["targets"])
@@ -266,6 +266,13 @@ class Program:
         split = jax.tree.map(functools.partial(_split_rows, parts=parts), batch)
         totals = jax.lax.map(lambda part: self._forward(params, frozen, part)[0].sum(), split)
         return jnp.sum(totals), jnp.sum(batch["targets"] >= 0, dtype=jnp.float32)
+
+    def model(self, state: TrainState) -> HybridLM:
+        """The model of a state, which shares its arrays: they go with the next step."""
+        return self._model(state.params, state.frozen)
+
+    def _model(self, params: dict[str, Array], frozen: dict[str, Array]) -> HybridLM:
+        return nnx.merge(self.graphdef, unflatten(self.template, params | frozen))
 
     def put_batch(self, batch: dict[str, np.ndarray]) -> Batch:
         """This process's rows of the batch as global arrays."""
