@@ -31,6 +31,7 @@ import numpy as np
 from flax import nnx
 
 from jhybrid import commandline
+from jhybrid.commandline import cell
 from jhybrid.config import (
     BlockConfig,
     ChunkRoutedConfig,
@@ -38,7 +39,7 @@ from jhybrid.config import (
     HeadRoutedConfig,
     ModelConfig,
 )
-from jhybrid.decoding import PREFILL_TOKENS, prefill
+from jhybrid.decoding import PREFILL_TOKENS, prefill, prefill_piece
 from jhybrid.errors import UserError, first_line
 from jhybrid.memory import memory
 from jhybrid.mixers import Context, State
@@ -201,7 +202,8 @@ def _read_pieces(graphdef, weights, tokens, routes) -> tuple[Array, Any]:
     B, T = tokens.shape
     state = model.initial_state(B, T)
     lengths = jnp.full((B,), T, jnp.int32)
-    return prefill(model, tokens, lengths, state, min(T, PREFILL_TOKENS), routes=routes)
+    piece = prefill_piece(model.config, T, PREFILL_TOKENS)
+    return prefill(model, tokens, lengths, state, piece, routes=routes)
 
 
 def _state_after(graphdef, B: int, T: int, room: int, weights, routes) -> tuple[State, ...]:
@@ -263,20 +265,16 @@ def table(rows: Sequence[Row]) -> str:
     for row in rows:
         shape = f"{row.rows}x{row.tokens}"
         lines.append(
-            f"{row.name:<24} {row.mode:<8} {shape:>10} {_number(row.softmax_fraction, '8.3f')} "
-            f"{_number(row.ms, '10.3f')} {_number(row.tokens_per_second, '11.0f')} "
-            f"{_number(row.mfu, '6.3f')} {_number(_over(row.peak_bytes, 2**30), '9.2f')} "
-            f"{_number(_over(row.state_bytes, 2**20), '10.1f')} {row.note}".rstrip()
+            f"{row.name:<24} {row.mode:<8} {shape:>10} {cell(row.softmax_fraction, '8.3f')} "
+            f"{cell(row.ms, '10.3f')} {cell(row.tokens_per_second, '11.0f')} "
+            f"{cell(row.mfu, '6.3f')} {cell(_over(row.peak_bytes, 2**30), '9.2f')} "
+            f"{cell(_over(row.state_bytes, 2**20), '10.1f')} {row.note}".rstrip()
         )
     return "\n".join(lines)
 
 
 def _over(value: int | None, unit: int) -> float | None:
     return None if value is None else value / unit
-
-
-def _number(value: float | None, form: str) -> str:
-    return f"{value:>{form}}" if value is not None else "-".rjust(int(form.split(".")[0]))
 
 
 def parse_shape(text: str) -> tuple[int, int]:

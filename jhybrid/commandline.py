@@ -59,6 +59,11 @@ def add_set_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def cell(value: float | None, form: str) -> str:
+    """A number of a table, formatted; a dash as wide as `form` says where there is none."""
+    return f"{value:>{form}}" if value is not None else "-".rjust(int(form.split(".")[0]))
+
+
 def read_text(path: Path, flag: str) -> str:
     """The whole of a UTF-8 file."""
     try:

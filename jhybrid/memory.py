@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jhybrid.commandline import cell
 from jhybrid.mixers import State
 from jhybrid.mixers.chunk_routed import ChunkRoutedState
 from jhybrid.mixers.head_routed_ops import HeadRoutedState
@@ -86,14 +87,14 @@ def table(report: Sequence[BlockMemory]) -> str:
     for item in report:
         lines.append(
             f"{item.block:>5} {item.mixer:<16} {item.row_bytes:>11} "
-            f"{item.cache_bytes_per_token:>10.1f} {_number(item.used_bytes_per_token, '10.1f')} "
-            f"{_number(item.cached_fraction, '7.3f')}"
+            f"{item.cache_bytes_per_token:>10.1f} {cell(item.used_bytes_per_token, '10.1f')} "
+            f"{cell(item.cached_fraction, '7.3f')}"
         )
     used = [r.used_bytes_per_token for r in report if r.used_bytes_per_token is not None]
     lines.append(
         f"{'all':>5} {'':<16} {sum(r.row_bytes for r in report):>11} "
         f"{sum(r.cache_bytes_per_token for r in report):>10.1f} "
-        f"{_number(sum(used) if used else None, '10.1f')}"
+        f"{cell(sum(used) if used else None, '10.1f')}"
     )
     return "\n".join(lines)
 
@@ -113,7 +114,3 @@ def _leaf_bytes(model: HybridLM, max_length: int) -> list[list[int]]:
     return [
         [math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(state)] for state in states
     ]
-
-
-def _number(value: float | None, form: str) -> str:
-    return f"{value:>{form}}" if value is not None else "-".rjust(int(form.split(".")[0]))

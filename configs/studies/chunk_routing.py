@@ -11,33 +11,18 @@ Run: python -m jhybrid.study --plan configs/studies/chunk_routing.py --workdir s
 
 import dataclasses
 
+from configs.studies import hybrid_ratio
+from configs.studies.hybrid_ratio import LENGTH, NEEDLE, RECALL
 from jhybrid.config import (
-    AssociativeRecall,
     BlockConfig,
     ChunkRoutedConfig,
-    DataConfig,
-    EmbeddedText,
     Experiment,
     GatedDeltaNetConfig,
-    ModelConfig,
-    Needle,
-    OptimizerConfig,
     SoftmaxConfig,
     SwiGLUConfig,
-    TrainingConfig,
 )
 from jhybrid.study.plan import Cell, Evaluation, RecallMeasure, Study
 
-LENGTH = 512
-RECALL = AssociativeRecall(weight=11, num_pairs=64, num_queries=64, length=LENGTH)
-NEEDLE = Needle(weight=3, length=LENGTH, answer_only=True)
-SOURCES = (  # weights are rows of a batch
-    RECALL,
-    dataclasses.replace(RECALL, weight=8, num_pairs=32, num_queries=32, length=128),
-    dataclasses.replace(RECALL, weight=8, num_pairs=8, num_queries=8, length=32),
-    NEEDLE,
-    EmbeddedText(weight=2),
-)
 LENGTHS = (LENGTH, 4 * LENGTH, 16 * LENGTH)
 STEPS, DECAY_STEPS = 800, 150
 
@@ -76,30 +61,15 @@ STACKS = {
 
 
 def experiment(blocks: tuple[BlockConfig, ...]) -> Experiment:
-    return Experiment(
+    base = hybrid_ratio.experiment()  # the same tasks and batches
+    return dataclasses.replace(
+        base,
         name="chunk_routing",
-        model=ModelConfig(
-            vocab_size=4096,
-            dim=256,
-            blocks=blocks,
-            tied_head=True,
-            remat="none",
-            loss_chunk_tokens=1 << 15,
-            implementation="xla",  # the kernels do not know a seed axis
+        model=dataclasses.replace(base.model, blocks=blocks),
+        optimizer=dataclasses.replace(
+            base.optimizer, schedule="warmup_stable_decay", decay_steps=DECAY_STEPS
         ),
-        data=DataConfig(
-            sources=SOURCES,
-            sequence_length=LENGTH,
-            batch_size=32,
-            document_alignment=32,
-        ),
-        optimizer=OptimizerConfig(
-            learning_rate=2e-3,
-            warmup_steps=100,
-            schedule="warmup_stable_decay",
-            decay_steps=DECAY_STEPS,
-        ),
-        training=TrainingConfig(steps=STEPS, log_every_steps=50, checkpoint_every_steps=200),
+        training=dataclasses.replace(base.training, steps=STEPS, checkpoint_every_steps=200),
     )
 
 
