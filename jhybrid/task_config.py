@@ -13,7 +13,7 @@ class TaskFiles:
     """Local .jsonl, .jsonl.gz: one object per line with context, question, answer and task.
 
     `task` may also stand in an object `metadata`, as may `is_prefix`: true puts the question
-    before the context. Documents longer than a row are left out.
+    before the context. Documents longer than a row are left out, and counted in the run's log.
     """
 
     paths: tuple[str, ...]  # files, folders or globs

@@ -1,5 +1,6 @@
 """Task-labelled documents: generated ones, JSON lines, and how both are laid out as tokens."""
 
+import dataclasses
 import gzip
 import json
 
@@ -123,6 +124,23 @@ def test_lines_of_json_become_labelled_documents(tmp_path, name):
         TASKS.index("copy_code"): ("x = 1\n\nRepeat.", " x = 1"),
         TASKS.index("lead"): ("Sum up:\n\nLong ago.", " Old."),
     }
+
+
+def test_documents_that_fit_no_row_are_counted(tmp_path):
+    source = write(tmp_path / "tasks.jsonl", ROWS * 20)
+    said = train_batches(config(source, length=192)).describe()
+    assert "57 documents" in said and said.endswith("; 19 more left out, not of 1 to 193 tokens")
+    whole = train_batches(config(source, length=1024)).describe()
+    assert "76 documents" in whole and "left out" not in whole
+
+
+@pytest.mark.parametrize("fields", [{"length": 64}, {"min_tokens": 900}])
+def test_a_source_of_which_nothing_fits_is_refused(tmp_path, fields):
+    source = write(tmp_path / "tasks.jsonl", ROWS[3:] * 20)
+    source = dataclasses.replace(source, min_tokens=fields.get("min_tokens", 1))
+    message = r"data\.sources\.0: none of 19 documents has (1 to 65|900 to 1,025) tokens"
+    with pytest.raises(UserError, match=message):
+        train_batches(config(source, length=fields.get("length", 1024)))
 
 
 def test_labels_are_part_of_what_a_run_must_not_change(tmp_path):

@@ -58,7 +58,7 @@ def test_the_four_commands(backbone, run_command, tmp_path):
         *("--set", f"training.init_from={backbone}", "--set", f"data.tokenizer={backbone}"),
     )
     assert (code, err) == (0, "")
-    assert "finished: 3 steps" in printed
+    assert "finished: 3 steps" in printed and "(GeneratedTask): endless" in printed
 
     before, after = parameters(backbone), parameters(workdir)
     routers = after.keys() - before.keys()

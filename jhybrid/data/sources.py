@@ -60,7 +60,7 @@ def source_rows(
     if isinstance(source, TaskFiles):
         documents = read_tasks(source, config.tasks, field)
         documents = of_split(documents, config.validation_fraction, split)
-        store = TaskStore(documents, source, tokenizer, most=length + 1)
+        store = TaskStore(documents, source, tokenizer, most=length + 1, field=field)
         rows = TaskRows(store, length, alignment, **common)
     else:
         store = token_store(config, source, split, tokenizer, field)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jhybrid.config import TaskFiles
+from jhybrid.config import TaskFiles, require
 from jhybrid.data.chat import answer_ids, prompt_ids
 from jhybrid.data.rows import Example, PackedRows
 from jhybrid.data.text import Split, find_files, read_records, text_of
@@ -47,7 +47,13 @@ def _document(record: Any, tasks: Sequence[str], where: str) -> Document:
 
 
 class TaskStore:
-    """Documents of source.min_tokens to `most` tokens, encoded once and held in memory."""
+    """Documents of source.min_tokens to `most` tokens, encoded once and held in memory.
+
+    Attributes:
+      prompts: tokens before each answer.
+      tasks: of each, its index in data.tasks.
+      left_out: how many documents were shorter or longer; UserError if that is all of them.
+    """
 
     def __init__(
         self,
@@ -56,21 +62,30 @@ class TaskStore:
         tokenizer: Tokenizer,
         *,
         most: int,
+        field: str,
     ):
         self._ids: list[np.ndarray] = []
-        self.prompts: list[int] = []  # tokens before each answer
+        self.prompts: list[int] = []
         self.tasks: list[int] = []
+        self.left_out = 0
+        self.bounds = f"{source.min_tokens:,} to {most:,} tokens"
         self.answer_only = source.answer_only
         digest = hashlib.sha256()
         for document in documents:
             prompt = prompt_ids(tokenizer, source.chat, document.prompt)
             ids = prompt + answer_ids(tokenizer, source.chat, document.answer)
-            if source.min_tokens <= len(ids) <= most:
-                self._ids.append(np.asarray(ids, np.int32))
-                self.prompts.append(len(prompt))
-                self.tasks.append(document.task)
-                digest.update(self._ids[-1].tobytes() + bytes(f"{len(prompt)}:", "ascii"))
-                digest.update(bytes(f"{document.task}:", "ascii"))
+            if not source.min_tokens <= len(ids) <= most:
+                self.left_out += 1
+                continue
+            self._ids.append(np.asarray(ids, np.int32))
+            self.prompts.append(len(prompt))
+            self.tasks.append(document.task)
+            digest.update(self._ids[-1].tobytes() + bytes(f"{len(prompt)}:", "ascii"))
+            digest.update(bytes(f"{document.task}:", "ascii"))
+        require(
+            len(self._ids) > 0 or self.left_out == 0,
+            f"{field}: none of {self.left_out:,} documents has {self.bounds}",
+        )
         self.lengths = np.array([len(ids) for ids in self._ids], np.int64)
         self.fingerprint = digest.hexdigest()
 
@@ -84,6 +99,12 @@ class TaskRows(PackedRows):
     def __init__(self, store: TaskStore, row_tokens: int, alignment: int, **options):
         super().__init__(store, row_tokens, alignment, **options)
         self._store = store
+
+    def describe(self) -> str:
+        store = self._store
+        if store.left_out == 0:
+            return super().describe()
+        return f"{super().describe()}; {store.left_out:,} more left out, not of {store.bounds}"
 
     def _example(self, document: int, start: int, stop: int) -> Example:
         tokens, targets, *_ = super()._example(document, start, stop)

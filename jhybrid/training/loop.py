@@ -141,7 +141,8 @@ class _Run:
         if self.is_first_process:
             write_whole(self.options.workdir / "config.json", to_json(self.experiment))
         self._write("start", first, resumed=resume_from is not None, devices=self.mesh.size)
-        self.reporter.say(self._summary())
+        for line in (*self.batches.describe().splitlines(), self._summary()):
+            self.reporter.say(line)
         if resume_from is not None:
             self.reporter.say(f"resuming {self.options.workdir} after step {first}")
         try:
