@@ -68,7 +68,8 @@ class ChunkRoutedConfig:
     num_softmax_heads: int  # a multiple of num_heads; they re-slice the same q, k, v
     memory: Literal["gated_delta", "delta", "mamba2"] = "gated_delta"
     chunk_size: int = 64
-    conv_width: int = 4
+    conv_width: int | None = 4  # None: no convolution, q, k, v = silu(W x)
+    softmax_conv: bool = True  # False: the softmax branch reads W x, without convolution and SiLU
     rope_theta: float | None = None  # softmax branch only
     qk_norm: bool = True  # softmax branch; the memory's are always L2-normalised
     fusion_weights: bool = True

@@ -195,20 +195,32 @@ class SwiGLU(nnx.Module):
 class ShortConv(nnx.Module):
     """Causal depthwise convolution: y_t = silu(sum_j weight_j * x_{t - (W-1) + j}, plus a bias).
 
-    Inputs before the row's first token are zero, or `tail`: the last W - 1 inputs of an earlier
-    call. With `segment_ids` a token never sees the inputs of another segment.
+    Without a width y_t = silu(x_t, plus a bias). Inputs before the row's first token are zero, or
+    `tail`: the last W - 1 inputs of an earlier call. With `segment_ids` a token never sees the
+    inputs of another segment.
     """
 
     def __init__(
-        self, channels: int, width: int, *, param_dtype: str, rngs: nnx.Rngs, bias: bool = False
+        self,
+        channels: int,
+        width: int | None,
+        *,
+        param_dtype: str,
+        rngs: nnx.Rngs,
+        bias: bool = False,
     ):
-        self.weight = nnx.Param(normal(rngs, (width, channels), param_dtype), axes=(None, "heads"))
+        self.weight = (
+            None
+            if width is None
+            else nnx.Param(normal(rngs, (width, channels), param_dtype), axes=(None, "heads"))
+        )
         zeros = jnp.zeros((channels,), param_dtype)
         self.bias = nnx.Param(zeros, axes=("heads",)) if bias else None
-        self.width = width
+        self.channels = channels
+        self.width = width or 1
 
     def empty_tail(self, batch: int, dtype: str | jnp.dtype) -> Float[Array, "B tail F"]:
-        return jnp.zeros((batch, self.width - 1, self.weight.shape[-1]), dtype)
+        return jnp.zeros((batch, self.width - 1, self.channels), dtype)
 
     def __call__(
         self,
@@ -217,7 +229,7 @@ class ShortConv(nnx.Module):
         segment_ids: Int[Array, "B T"] | None,
     ) -> Float[Array, "B T F"]:
         T = x.shape[1]
-        weight = upcast(self.weight[...])
+        weight = jnp.ones((1, 1)) if self.weight is None else upcast(self.weight[...])
         if tail is None:
             tail = self.empty_tail(x.shape[0], x.dtype)
         inputs = upcast(jnp.concatenate([tail, x], 1))

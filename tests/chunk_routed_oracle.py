@@ -15,6 +15,8 @@ def branches(p, config, x):
 
     def stream(name):
         inputs = x @ p[f"inputs.{name}_proj.weight"]
+        if config.conv_width is None:
+            return jax.nn.silu(inputs)
         taps = p[f"inputs.{name}_conv.weight"]
         width = taps.shape[0]
         padded = jnp.concatenate([jnp.zeros((width - 1, inputs.shape[1])), inputs])
@@ -74,13 +76,15 @@ def memory_reads(config, q, k, v, g, beta, write, kept_decay, probe):
     return jnp.concatenate(reads), jnp.stack(changes)
 
 
-def attention(p, config, q, k, v, softmax, bias):
+def attention(p, config, x, q, k, v, softmax, bias):
     """Own chunk causally, earlier chunks where `softmax`; `bias` on logits between chunks.
 
     Returns (outputs [T, Ha, V], probabilities [Ha, T, T]).
     """
     T, Ha, C = q.shape[0], config.num_softmax_heads, config.chunk_size
     R = Ha // config.num_heads
+    if not config.softmax_conv:
+        q, k, v = (x @ p[f"inputs.{name}_proj.weight"] for name in "qkv")
 
     def heads(a, norm=None):
         a = a.reshape(T, Ha, -1)
@@ -152,7 +156,7 @@ def layer(p, config, x, softmax=None, probes=None):
         bias, write, probe = probes
     decays = ~chosen | config.decay_softmax_chunks
     read, changes = memory_reads(config, q, k, v, g, beta, write, decays, probe)
-    seen, probabilities = attention(p, config, q, k, v, chosen, bias)
+    seen, probabilities = attention(p, config, x, q, k, v, chosen, bias)
     return fuse(p, config, x, q, read, seen), (read, seen, changes, probabilities)
 
 

@@ -60,7 +60,7 @@ CONFIGS = {
     "rwkv6": RWKV6Config(num_heads=2, key_dim=8, value_dim=12, shift_rank=4, decay_rank=6),
     "rwkv6_channel": RWKV6ChannelConfig(width=32),
     "chunk_routed": ROUTED,
-    "chunk_routed_mamba2": dataclasses.replace(ROUTED, memory="mamba2"),
+    "chunk_routed_mamba2": dataclasses.replace(ROUTED, memory="mamba2", conv_width=None),
     "chunk_routed_options": dataclasses.replace(
         ROUTED,
         num_softmax_heads=2,
@@ -68,6 +68,7 @@ CONFIGS = {
         qk_norm=False,
         fusion_weights=False,
         decay_softmax_chunks=False,
+        softmax_conv=False,
     ),
 }
 

@@ -6,14 +6,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from chunk_routed_oracle import branches, layer, score_gradient, scores
+from chunk_routed_oracle import branches, layer, rms_norm, score_gradient, scores
 from closeness import assert_close
 from flax import nnx
 from mixer_cases import CHUNK, ROUTED, Case, build, by_name, inputs, positions
 
 from jhybrid import routing
 from jhybrid.config import GatedDeltaNetConfig
+from jhybrid.layers import l2_normalise
 from jhybrid.mixers import Context
+from pallas_kernels import gated_delta_rule
 
 LENGTH = 28  # three chunks and a half
 N = 4
@@ -24,10 +26,15 @@ VARIANTS = {
     "delta": dataclasses.replace(ROUTED, memory="delta"),
     "mamba2": dataclasses.replace(ROUTED, memory="mamba2"),
     "no_decay_counterfactual": dataclasses.replace(
-        ROUTED, decay_softmax_chunks=False, gdn_counterfactual_grad=True
+        ROUTED, decay_softmax_chunks=False, gdn_counterfactual_grad=True, softmax_conv=False
     ),
     "rotary_plain": dataclasses.replace(
-        ROUTED, num_softmax_heads=2, rope_theta=50.0, qk_norm=False, fusion_weights=False
+        ROUTED,
+        num_softmax_heads=2,
+        conv_width=None,
+        rope_theta=50.0,
+        qk_norm=False,
+        fusion_weights=False,
     ),
 }
 
@@ -117,8 +124,27 @@ def test_all_chunks_to_the_memory_is_gated_delta_net():
     assert_close(y, delta_net.row(x), 1e-12)
 
 
-def test_all_chunks_to_softmax_is_causal_attention():
-    config = dataclasses.replace(ROUTED, qk_norm=False, fusion_weights=False)
+@pytest.mark.parametrize("heads", [2, 4])
+def test_all_chunks_to_the_memory_is_the_delta_rule_with_its_norm_by_softmax_head(heads):
+    config = dataclasses.replace(ROUTED, num_softmax_heads=heads, fusion_weights=False)
+    case, x = without(build(config), "softmax_norm"), inputs(LENGTH)
+    p = by_name(case.params)
+    q, k, v, g, beta = (a[None] for a in branches(p, config, x[0]))
+    q, k, v = (a.reshape(1, LENGTH, config.num_heads, -1) for a in (q, k, v))
+    q, k = l2_normalise(q), l2_normalise(k)
+    o, _ = gated_delta_rule(q, k, v, g, beta, implementation="reference")
+    o = rms_norm(o.reshape(1, LENGTH, heads, -1), p["memory_norm.weight"])
+    gate = jax.nn.silu(x @ p["g_proj.weight"])
+    expected = (gate * o.reshape(gate.shape)) @ p["o_proj.weight"]
+    y, _, _ = case(x, None, forced(np.zeros((N, 2))))
+    assert_close(y, expected, 1e-12)
+
+
+@pytest.mark.parametrize("heads", [2, 4])
+def test_all_chunks_to_softmax_is_causal_attention(heads):
+    config = dataclasses.replace(
+        ROUTED, num_softmax_heads=heads, qk_norm=False, fusion_weights=False
+    )
     case, x = without(build(config), "memory_norm"), inputs(LENGTH)
     p = by_name(case.params)
     q, k, v, _, _ = branches(p, config, x[0])
@@ -126,7 +152,7 @@ def test_all_chunks_to_softmax_is_causal_attention():
     logits = jnp.einsum("bihd,bjhd->bhij", q, k) * config.softmax_key_dim**-0.5
     logits = jnp.where(jnp.tri(LENGTH, dtype=bool), logits, -jnp.inf)
     o = jnp.einsum("bhij,bjhd->bihd", jax.nn.softmax(logits), v)
-    o = p["softmax_norm.weight"] * o / jnp.sqrt((o * o).mean(-1, keepdims=True) + 1e-6)
+    o = rms_norm(o, p["softmax_norm.weight"])
     gate = jax.nn.silu(x @ p["g_proj.weight"])
     expected = (gate * o.reshape(gate.shape)) @ p["o_proj.weight"]
     y, _, _ = case(x, None, forced(np.ones((N, 2))))

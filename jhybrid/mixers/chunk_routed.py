@@ -68,8 +68,9 @@ class ChunkRouted(nnx.Module):
     """y = W_o [ silu(W_g x) * (w_0 RMSNorm(memory read) + w_1 RMSNorm(softmax read)) ].
 
     Both branches share q, k, v = silu(conv(W x)): the memory with H heads, softmax with Ha heads
-    cut from the same channels. w = softmax(W_w q) per softmax head, or 1 and 1 without
-    `fusion_weights`. Norms run over the value channels of one softmax head.
+    cut from the same channels; without `softmax_conv` softmax cuts its own from W x. w =
+    softmax(W_w q) per softmax head, or 1 and 1 without `fusion_weights`. Norms run over the value
+    channels of one softmax head.
     """
 
     def __init__(self, config: ChunkRoutedConfig, model: ModelConfig, *, rngs: nnx.Rngs):
@@ -320,7 +321,9 @@ class ChunkRouted(nnx.Module):
     ) -> Branches:
         config = self.config
         streams = self.inputs.project(x)
-        q, k, v = self.inputs.convolve(streams, tails, segment_ids)
+        convolved = self.inputs.convolve(streams, tails, segment_ids)
+        q, k, v = convolved
+        softmax = convolved if config.softmax_conv else streams
         weights = None
         if self.fusion_proj is not None:
             weights = self.fusion_proj(q)
@@ -339,9 +342,9 @@ class ChunkRouted(nnx.Module):
             q=l2_normalise(heads(q, config.num_heads)),
             k=l2_normalise(heads(k, config.num_heads)),
             writes=self.inputs.writes(x, heads(v, config.num_heads)),
-            softmax_q=softmax_heads(q, self.q_norm),
-            softmax_k=softmax_heads(k, self.k_norm),
-            softmax_v=heads(v, config.num_softmax_heads),
+            softmax_q=softmax_heads(softmax.q, self.q_norm),
+            softmax_k=softmax_heads(softmax.k, self.k_norm),
+            softmax_v=heads(softmax.v, config.num_softmax_heads),
             weights=weights,
         )
 

@@ -40,7 +40,7 @@ def step_bias(rngs: nnx.Rngs, size: int, dtype: str) -> nnx.Param:
 
 
 class ConvolvedInputs(nnx.Module):
-    """q, k, v = silu(conv(W x))."""
+    """q, k, v = silu(conv(W x)), or silu(W x) without a width."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class ConvolvedInputs(nnx.Module):
         value_heads: int,
         key_dim: int,
         value_dim: int,
-        conv_width: int,
+        conv_width: int | None,
         model: ModelConfig,
         *,
         rngs: nnx.Rngs,
@@ -119,7 +119,7 @@ class DeltaInputs(ConvolvedInputs):
         value_heads: int,
         key_dim: int,
         value_dim: int,
-        conv_width: int,
+        conv_width: int | None,
         model: ModelConfig,
         *,
         rngs: nnx.Rngs,
