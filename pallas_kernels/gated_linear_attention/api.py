@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import checks, dispatch
 from pallas_kernels.array_types import Array, Float, Int
-from pallas_kernels.gated_linear_attention import reference, xla
+from pallas_kernels.gated_linear_attention import pallas_tpu, reference, xla
 
 SHAPES = {
     "q": "B T Hk K",
@@ -103,4 +103,5 @@ def gated_linear_attention(
 IMPLEMENTATIONS: dispatch.Table = {
     "reference": dispatch.Candidate(reference.gated_linear_attention),
     "xla": dispatch.Candidate(xla.gated_linear_attention),
+    "pallas_tpu": dispatch.Candidate(pallas_tpu.gated_linear_attention, pallas_tpu.unsupported),
 }

@@ -16,8 +16,10 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.array_types import Array
+from pallas_kernels.blocks import cdiv
 from pallas_kernels.gated_delta_rule import cases as delta_rule
 from pallas_kernels.gated_linear_attention.api import Problem
+from pallas_kernels.work import Work
 
 
 def accepted(dtype: str) -> dict[str, float]:
@@ -71,6 +73,22 @@ class Case:
             segments=bool(self.documents),
             beta=self.rule == "kda",
             bonus=self.rule == "rwkv6",
+        )
+
+    def work(self, dtype: str, backward: bool) -> Work:
+        """The recurrence's 4 K V operations a token and value head, 6 with an erase; thrice that
+        with gradients."""
+        arguments, _, outputs = jax.eval_shape(lambda key: self.draw(key, dtype), jax.random.key(0))
+        given, produced = (
+            sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+            for tree in (arguments, outputs)
+        )
+        per_token = (6.0 if self.rule == "kda" else 4.0) * self.H * self.K * self.V
+        return Work(
+            units=self.B * self.H * cdiv(self.T, 128),
+            unit="head and 128 tokens",
+            flops=(3 if backward else 1) * per_token * self.B * self.T,
+            bytes=3 * given + 2 * produced if backward else given + produced,
         )
 
     def times(self, factor: int) -> "Case":
