@@ -36,7 +36,9 @@ def model(
         channel_mixer=channels,
     )
     blocks = (*pattern((linear, linear, linear, routed), depth=20), routed)
-    return ModelConfig(vocab_size=32_000, dim=dim, blocks=blocks, norm_eps=1e-6)
+    return ModelConfig(
+        vocab_size=32_000, dim=dim, blocks=blocks, norm_eps=1e-6, remat="dots_and_mixer_outputs"
+    )
 
 
 def config() -> Experiment:

@@ -12,6 +12,8 @@ Routers with random weights decide at random, so the work is set instead: `--sof
 the chunks of every head (of the heads of every row, where heads are routed), drawn at random, in
 `forward`, `prefill` and `decode`; in `train` the routers decide, and the fraction that they chose
 is reported. Times are medians by the host's clock, launches included.
+
+`--vary model.remat=none,block` times every config once with each of these settings.
 """
 
 import argparse
@@ -61,7 +63,7 @@ MODES = ("train", "forward", "prefill", "decode")
 class Row:
     """One model in one use; `note` says why a number is missing."""
 
-    name: str
+    name: str  # of the experiment, and what was varied in it
     parameters: int
     mode: str
     rows: int
@@ -285,6 +287,18 @@ def parse_shape(text: str) -> tuple[int, int]:
     return commandline.positive(rows), commandline.positive(tokens)
 
 
+def variants(path: str, settings: Sequence[str], vary: str | None) -> list[Experiment]:
+    """The config with `settings`, once for each value of `vary` ("a.b=c,d") and named by it."""
+    if vary is None:
+        return [commandline.load_config(path, settings)]
+    field, _, values = vary.partition("=")
+    found = []
+    for value in values.split(","):
+        experiment = commandline.load_config(path, [*settings, f"{field}={value}"])
+        found.append(dataclasses.replace(experiment, name=f"{experiment.name}.{value}"))
+    return found
+
+
 def parser() -> argparse.ArgumentParser:
     parser = commandline.Parser(
         prog="python -m jhybrid.benchmark", description="Time whole models with random weights."
@@ -297,6 +311,7 @@ def parser() -> argparse.ArgumentParser:
         parser.add_argument(
             f"--{mode}", action="append", default=[], type=parse_shape, metavar="BxT"
         )
+    parser.add_argument("--vary", metavar="a.b=c,d", help="each config with each of these settings")
     parser.add_argument("--softmax-fraction", type=float, default=0.25, help="of chunks or heads")
     parser.add_argument("--json", type=Path, help="also write the rows")
     return parser
@@ -306,7 +321,11 @@ def main() -> int:
     arguments = parser().parse_args()
     if not 0 <= arguments.softmax_fraction <= 1:
         raise UserError(f"--softmax-fraction {arguments.softmax_fraction}: must lie in [0, 1]")
-    experiments = [commandline.load_config(path, arguments.set) for path in arguments.config]
+    experiments = [
+        experiment
+        for path in arguments.config
+        for experiment in variants(path, arguments.set, arguments.vary)
+    ]
     commandline.use_compile_cache(None)
     device = jax.devices()[0].device_kind
     print(f"jax {jax.__version__}, {jax.device_count()} x {device}", flush=True)

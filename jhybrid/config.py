@@ -159,7 +159,7 @@ class ModelConfig:
     norm_eps: float = 1e-6
     compute_dtype: Literal["bfloat16", "float32", "float64"] = "bfloat16"  # float64: for checks
     param_dtype: Literal["bfloat16", "float16", "float32", "float64"] = "float32"
-    remat: Literal["none", "block", "dots", "mixer_outputs"] = "block"
+    remat: Literal["none", "block", "dots", "mixer_outputs", "dots_and_mixer_outputs"] = "block"
     scan_blocks: bool = True  # scan over the repeats of the layer pattern; False unrolls
     loss_chunk_tokens: int = 2048  # tokens per device whose logits exist at once in training
     implementation: Literal["auto", "reference", "xla", "pallas_tpu", "pallas_gpu"] = "auto"

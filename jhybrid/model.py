@@ -23,21 +23,26 @@ from jhybrid.config import (
 from jhybrid.layers import LayerNorm, RMSNorm, SwiGLU, normal
 from jhybrid.mixers import Context, Report, State, build_mixer
 from jhybrid.parameters import flatten, matrix_paths
-from jhybrid.sharding import OP_OUTPUT, constrain
+from jhybrid.sharding import constrain
 from pallas_kernels.array_types import Array, Bool, Float, Int
+from pallas_kernels.dispatch import KEPT
 
 NORMS = {"rms": RMSNorm, "layer": LayerNorm}
 CHANNEL_MIXERS = {SwiGLUConfig: SwiGLU}
 
 # What the backward pass keeps of a block; the rest is computed again. None: no remat at all.
+_PRODUCTS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+_OPS = jax.checkpoint_policies.save_only_these_names(KEPT)
 REMAT: Mapping[str, Callable | None] = {
     "none": None,
     # the block's input only
     "block": jax.checkpoint_policies.nothing_saveable,
     # and the results of the projections (matrix products without a batch dimension)
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    # and what the mixers' ops returned (attention and delta-rule outputs)
-    "mixer_outputs": jax.checkpoint_policies.save_only_these_names(OP_OUTPUT),
+    "dots": _PRODUCTS,
+    # and what the mixers' ops returned and keep for themselves (attention, delta rules)
+    "mixer_outputs": _OPS,
+    # and both: no matrix product runs twice, all that lies between them does
+    "dots_and_mixer_outputs": jax.checkpoint_policies.save_from_both_policies(_PRODUCTS, _OPS),
 }
 
 

@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jhybrid.config import MeshConfig
@@ -29,8 +28,6 @@ RULES: Mapping[str, str | tuple[str, ...] | None] = {
     "vocab": "tensor",
     "layers": None,
 }
-
-OP_OUTPUT = "mixer_output"  # name of what ops return, for remat policies
 
 LogicalAxes = tuple[str | None, ...]
 
@@ -108,7 +105,6 @@ def shard_op(
     all query heads). If the devices do not divide `batch`, they hold copies of it; if they do not
     divide `heads`, UserError: the answer would be right but every device would do all the work.
     Without a mesh, on a mesh of one device, and inside another `shard_op`, calls `op` directly.
-    Results are named OP_OUTPUT for remat policies.
     """
     named = isinstance(in_axes, Mapping)
     by_argument: dict[Any, LogicalAxes] = dict(in_axes if named else enumerate(in_axes))
@@ -117,7 +113,7 @@ def shard_op(
     def call(*args: Any, **kwargs: Any) -> Any:
         mesh = _auto_mesh()
         if mesh is None:
-            return checkpoint_name(op(*args, **kwargs), OP_OUTPUT)
+            return op(*args, **kwargs)
         if named:
             if args:
                 raise TypeError(f"{_name(op)}: arguments with named axes are passed by keyword")
@@ -144,7 +140,7 @@ def shard_op(
             out_specs=out_specs,
             check_vma=False,
         )
-        return checkpoint_name(sharded(arrays), OP_OUTPUT)
+        return sharded(arrays)
 
     return call
 

@@ -5,11 +5,13 @@ arguments, so the same call explains itself (`Choice.skipped`) in a test and at 
 """
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 
 Implementation = Literal["auto", "reference", "xla", "pallas_tpu", "pallas_gpu"]
 
@@ -18,6 +20,9 @@ PREFERENCE: Mapping[str, tuple[str, ...]] = {
     "gpu": ("pallas_gpu", "xla"),
     "cpu": ("xla",),
 }
+
+# Name, for policies of jax.checkpoint, of what a backward pass needs besides its op's arguments.
+KEPT = "kept_by_op"
 
 _logger = logging.getLogger("pallas_kernels")
 _announced: set[tuple] = set()
@@ -46,12 +51,15 @@ class Target:
 class Candidate:
     """`run` has the op's signature; `unsupported` gives the reason it cannot run, or None.
 
-    What can run but is `slower` than the next in the order of preference runs by name only.
+    What can run but is `slower` than the next in the order of preference runs by name only. With
+    `names_kept`, its forward rule names what it keeps KEPT, results included; the results of all
+    others are named by `resolve`.
     """
 
     run: Callable[..., Any]
     unsupported: Callable[[Any, Target], str | None] = lambda problem, target: None
     slower: Callable[[Any], str | None] = lambda problem: None  # why `auto` takes the next one
+    names_kept: bool = False
 
 
 Table = Mapping[str, Candidate]
@@ -102,4 +110,11 @@ def resolve(op: str, table: Table, implementation: Implementation, problem: Any)
         _announced.add(key)
         why = "; ".join(f"{name}: {reason}" for name, reason in choice.skipped)
         _logger.warning("%s runs on %s (skipped %s)", op, choice.name, why)
-    return table[choice.name]
+    candidate = table[choice.name]
+    if candidate.names_kept:
+        return candidate
+    return dataclasses.replace(candidate, run=functools.partial(_named, candidate.run))
+
+
+def _named(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return checkpoint_name(run(*args, **kwargs), KEPT)

@@ -91,6 +91,14 @@ def test_the_command_writes_its_rows(run_command, tmp_path, monkeypatch, quick):
     assert f"{row['ms']:.3f}" in shown
 
 
+def test_a_config_is_timed_with_each_of_the_varied_settings():
+    found = benchmark.variants(tiny.__file__, ["model.dim=8"], "model.remat=none,block")
+    assert [e.name for e in found] == ["tiny.none", "tiny.block"]
+    assert [(e.model.remat, e.model.dim) for e in found] == [("none", 8), ("block", 8)]
+    with pytest.raises(UserError, match=r"model\.remat"):
+        benchmark.variants(tiny.__file__, [], "model.remat=none,most")
+
+
 @pytest.mark.parametrize("text", ["8", "x", "0x4", "4x-1", "4x4x4"])
 def test_a_shape_that_is_none_is_refused(text, capsys):
     with pytest.raises(SystemExit) as exited:

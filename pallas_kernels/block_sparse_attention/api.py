@@ -190,8 +190,13 @@ def _check_options(
 IMPLEMENTATIONS: Table = {
     "reference": Candidate(reference.block_sparse_attention),
     "xla": Candidate(xla.block_sparse_attention),
-    "pallas_tpu": Candidate(pallas_tpu.block_sparse_attention, pallas_tpu.unsupported),
+    "pallas_tpu": Candidate(
+        pallas_tpu.block_sparse_attention, pallas_tpu.unsupported, names_kept=True
+    ),
     "pallas_gpu": Candidate(
-        pallas_gpu.block_sparse_attention, pallas_gpu.unsupported, pallas_gpu.slower
+        pallas_gpu.block_sparse_attention,
+        pallas_gpu.unsupported,
+        pallas_gpu.slower,
+        names_kept=True,
     ),
 }

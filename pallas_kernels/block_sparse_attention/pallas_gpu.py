@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels.array_types import Array, Float, Int
 from pallas_kernels.block_sparse_attention import pallas_gpu_plan as planning
@@ -27,7 +28,7 @@ from pallas_kernels.block_sparse_attention.schedule import (
     visits_by_query,
 )
 from pallas_kernels.blocks import cdiv, pad_to_multiple
-from pallas_kernels.dispatch import Target
+from pallas_kernels.dispatch import KEPT, Target
 
 if TYPE_CHECKING:
     from pallas_kernels.block_sparse_attention.pallas_gpu_tiles import Mask, Setup
@@ -101,7 +102,7 @@ def _attend(setup: "Setup", plans: Plans, q, k, v, block_bias, scene: Scene):
 
 
 def _forward(setup: "Setup", plans: Plans, *arrays):
-    o, lse = _outputs(setup, plans, *arrays)
+    o, lse = checkpoint_name(_outputs(setup, plans, *arrays), KEPT)
     return (o, lse), (*arrays, o, lse)
 
 

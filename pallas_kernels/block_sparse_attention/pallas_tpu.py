@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels.array_types import Array, Float, Int
 from pallas_kernels.block_sparse_attention.block_mask import BlockMask, Chunks
@@ -31,7 +32,7 @@ from pallas_kernels.block_sparse_attention.schedule import (
     visits_by_query,
 )
 from pallas_kernels.blocks import cdiv, pad_to_multiple, split_chunks
-from pallas_kernels.dispatch import Target
+from pallas_kernels.dispatch import KEPT, Target
 
 _WIDTHS = (64, 128, 256)
 _SMALLEST_TILE = 16  # rows of a packed bf16 register
@@ -83,6 +84,7 @@ def _forward(setup: Setup, q, k, v, block_bias, scene: Scene):
     found = _facts(setup, q, scene)
     o, lse = forward(setup, _by_query(setup, block_bias, scene, found), *_tiled(setup, q, k, v))
     o, lse = o[:, :, : setup.T].swapaxes(1, 2), lse.reshape(*lse.shape[:2], -1)[..., : setup.T]
+    o, lse = checkpoint_name((o, lse), KEPT)
     return (o, lse), (q, k, v, block_bias, scene, o, lse)
 
 

@@ -92,6 +92,10 @@ def gated_delta_rule(
 IMPLEMENTATIONS: dispatch.Table = {
     "reference": dispatch.Candidate(reference.gated_delta_rule),
     "xla": dispatch.Candidate(xla.gated_delta_rule),
-    "pallas_tpu": dispatch.Candidate(pallas_tpu.gated_delta_rule, pallas_tpu.unsupported),
-    "pallas_gpu": dispatch.Candidate(pallas_gpu.gated_delta_rule, pallas_gpu.unsupported),
+    "pallas_tpu": dispatch.Candidate(
+        pallas_tpu.gated_delta_rule, pallas_tpu.unsupported, names_kept=True
+    ),
+    "pallas_gpu": dispatch.Candidate(
+        pallas_gpu.gated_delta_rule, pallas_gpu.unsupported, names_kept=True
+    ),
 }

@@ -12,9 +12,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels.array_types import Array, Float, Int
-from pallas_kernels.dispatch import Target
+from pallas_kernels.dispatch import KEPT, Target
 
 JAX_VERSION = "0.11.2"  # Mosaic GPU changes between versions; these kernels ran on this one
 _CHIPS = ("H100", "H200")
@@ -67,7 +68,7 @@ def _rule(scale, q, k, v, g, beta, initial_state, write_mask, segment_ids):
 
 
 def _rule_forward(scale, *arrays):
-    o, final_state, *kept = forward(*arrays, scale=scale)
+    o, final_state, *kept = checkpoint_name(forward(*arrays, scale=scale), KEPT)
     return (o, final_state), (arrays, kept)
 
 

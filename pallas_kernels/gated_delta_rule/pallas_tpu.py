@@ -9,10 +9,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels.array_types import Array, Float, Int
 from pallas_kernels.blocks import cdiv, narrow_chunks, pad_to_multiple, widen_chunks
-from pallas_kernels.dispatch import Target
+from pallas_kernels.dispatch import KEPT, Target
 from pallas_kernels.gated_delta_rule import pallas_tpu_backward as kernel_backward
 from pallas_kernels.gated_delta_rule.decays import accumulate
 from pallas_kernels.gated_delta_rule.pallas_tpu_backward import backward
@@ -146,7 +147,8 @@ _rule = jax.custom_vjp(_outputs, nondiff_argnums=(0,))
 
 def _rule_forward(layout, q, k, v, g, beta, initial_state, write_mask, segment_ids):
     gates = pack_gates(g, beta, write_mask, segment_ids, layout.unit)
-    o, final_state, *kept = forward(layout, q, k, v, gates, initial_state, keep=True)
+    results = forward(layout, q, k, v, gates, initial_state, keep=True)
+    o, final_state, *kept = checkpoint_name(results, KEPT)
     return (o, final_state), (q, k, v, g, beta, write_mask, segment_ids, *kept)
 
 
