@@ -9,8 +9,9 @@ and the compiled memory of forward+backward at T, 2T and 4T. An implementation t
 enough is not timed.
 
 With `--peers` also the kernels of the op's `gpu_peers.py`, checked on what they compute, and with
-`--parts` the op's own kernels one by one, in every shape of its `gpu_parts.py`. Cases of a step
-whose output replaces an argument (`carried`) are timed per step of a loop.
+`--parts` the op's own kernels one by one, in every shape of its `gpu_parts.py`. Cases of a decoding
+step, whose output replaces an argument (`carried`) or must be there for the next step's
+(`repeated`), are timed per step of a loop; those that are `forward_only` have no gradients.
 
 Times are host clock over back-to-back calls of a compiled function, synchronised once per batch, so
 they include launch gaps; the median is over batches.
@@ -40,7 +41,9 @@ OPS = (
     "gated_linear_attention",
     "simple_linear_attention",
     "block_sparse_attention",
+    "decode_attention",
 )
+_BANDWIDTH = {"H200": 4.8e12, "H100": 3.35e12}  # bytes per second, by the data sheets (SXM)
 
 
 _STEPS = 64  # of a case that carries a state, in one timed call
@@ -78,8 +81,22 @@ class Bound:
 
 
 def forward_ms(bound: Bound, case, arguments, integers) -> float:
-    """`median_ms` of the forward pass; of one of `_STEPS` steps, where the case carries a state."""
+    """`median_ms` of the forward pass; of one of `_STEPS` steps, where the case is one of many."""
     carried = getattr(case, "carried", None)
+    if (name := getattr(case, "repeated", None)) is not None:
+
+        def repeat(arguments, integers):
+            def again(_, outputs):
+                # 0, but XLA does not know (it could be NaN), so no step leaves the loop
+                zero = 0 * outputs[0].ravel()[0]
+                late = jax.tree.map(lambda x: x + zero.astype(x.dtype), integers)
+                x = arguments[name]
+                return bound.forward({**arguments, name: x + zero.astype(x.dtype)}, late)
+
+            return jax.lax.fori_loop(1, _STEPS, again, bound.forward(arguments, integers))
+
+        many = jax.jit(repeat)
+        return median_ms(lambda: many(arguments, integers)) / _STEPS
     if carried is None:
         return median_ms(lambda: bound.forward(arguments, integers))
 
@@ -96,26 +113,41 @@ def forward_ms(bound: Bound, case, arguments, integers) -> float:
 
 
 def peak_bytes(op: Callable, case, dtype: str, implementation: str) -> int:
-    """Arguments, results and temporaries of compiled forward+backward; nothing is run."""
+    """Arguments, results and temporaries of compiled forward+backward, of the forward pass where
+    there is no other; nothing is run."""
     shapes = jax.eval_shape(lambda key: case.draw(key, dtype), jax.random.key(0))
-    compiled = Bound(op, case, implementation).forward_backward.lower(*shapes).compile()
+    bound = Bound(op, case, implementation)
+    lowered = (
+        bound.forward.lower(*shapes[:2])
+        if _forward_only(case)
+        else bound.forward_backward.lower(*shapes)
+    )
+    compiled = lowered.compile()
     memory = compiled.memory_analysis()
     if memory is None:
         raise RuntimeError("this JAX backend reports no memory analysis")
     return memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
 
 
+def _forward_only(case) -> bool:
+    return getattr(case, "forward_only", False)
+
+
 def closeness(op: Callable, case, dtype: str, implementation: str) -> dict[str, float]:
     """rms(out - ref) / rms(ref) of every output and gradient against the reference in fp32."""
     arguments, integers, cotangents = case.draw(jax.random.key(1), dtype)
-    actual = Bound(op, case, implementation).forward_backward(arguments, integers, cotangents)
+
+    def run(name, arguments, cotangents):
+        bound = Bound(op, case, name)
+        if _forward_only(case):
+            return bound.forward(arguments, integers), {}
+        return bound.forward_backward(arguments, integers, cotangents)
 
     def widen(x):
         return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
-    expected = Bound(op, case, "reference").forward_backward(
-        jax.tree.map(widen, arguments), integers, jax.tree.map(widen, cotangents)
-    )
+    actual = run(implementation, arguments, cotangents)
+    expected = run("reference", *jax.tree.map(widen, (arguments, cotangents)))
 
     def ratio(x, y):
         x, y = widen(x), widen(y)
@@ -153,7 +185,9 @@ def measure(op, case, dtype, implementation, accepted, *, gate_tokens, memory) -
     row = dataclasses.replace(
         row,
         closeness_outputs=max(ratios[name] for name in case.outputs),
-        closeness_gradients=max(x for name, x in ratios.items() if name not in case.outputs),
+        closeness_gradients=max(
+            (x for name, x in ratios.items() if name not in case.outputs), default=None
+        ),
     )
     far = [f"{name} {x:.1e} > {accepted[name]:g}" for name, x in ratios.items()]
     far = [
@@ -170,26 +204,30 @@ def measure(op, case, dtype, implementation, accepted, *, gate_tokens, memory) -
         peaks += [peak_bytes(op, case.times(n), dtype, implementation) for n in (2, 4)]
     arguments, integers, cotangents = case.draw(jax.random.key(0), dtype)
     bound = Bound(op, case, implementation)
-    return dataclasses.replace(
-        row,
-        peak_bytes=tuple(peaks),
-        forward_ms=forward_ms(bound, case, arguments, integers),
-        forward_backward_ms=median_ms(
-            lambda: bound.forward_backward(arguments, integers, cotangents)
-        ),
+    row = dataclasses.replace(
+        row, peak_bytes=tuple(peaks), forward_ms=forward_ms(bound, case, arguments, integers)
     )
+    if _forward_only(case):
+        return row
+    both = median_ms(lambda: bound.forward_backward(arguments, integers, cotangents))
+    return dataclasses.replace(row, forward_backward_ms=both)
 
 
 def rates(case, dtype: str, row: Row) -> Row:
-    """The row with its rates in the note, for cases that count their work: GB/s of a step that
-    carries a state, which memory bounds, TFLOP/s of both passes of others."""
+    """The row with its rates in the note, for cases that count their work: GB/s of a decoding step,
+    which memory bounds, and their share of the device's, TFLOP/s of both passes of others."""
     if row.forward_ms is None or not hasattr(case, "work"):
         return row
-    if hasattr(case, "carried"):
-        moved = case.work(dtype, False).bytes / row.forward_ms / 1e6
-        return dataclasses.replace(
-            row, note=" ".join(filter(None, (f"{moved:.0f} GB/s", row.note)))
+    if hasattr(case, "carried") or hasattr(case, "repeated"):
+        moved = 1e3 * case.work(dtype, False).bytes / row.forward_ms
+        kind = dispatch.Target.current().device_kind
+        shares = (
+            f"{moved / bandwidth:.0%} of {bandwidth / 1e12:g} TB/s"
+            for chip, bandwidth in _BANDWIDTH.items()
+            if chip in kind
         )
+        note = " ".join(filter(None, (f"{moved / 1e9:.0f} GB/s", *shares, row.note)))
+        return dataclasses.replace(row, note=note)
     times = ((row.forward_ms, False), (row.forward_backward_ms, True))
     found = [
         f"{case.work(dtype, backward).flops / ms / 1e9:.0f}"

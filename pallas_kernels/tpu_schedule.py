@@ -178,9 +178,10 @@ def main(arguments: list[str] | None = None) -> list[Row]:
             runs = {"pallas_tpu": (Bound(op, case, "pallas_tpu"), reason)}
             runs |= {name: bind(case, dtype) for name, bind in peers.items()}
             shapes = jax.eval_shape(functools.partial(case.draw, dtype=dtype), jax.random.key(0))
-            for (name, (bound, why_not)), backward in itertools.product(
-                runs.items(), {"forward": (False,), "backward": (True,)}.get(options.which, (0, 1))
-            ):
+            passes = {"forward": (False,), "backward": (True,)}.get(options.which, (0, 1))
+            if getattr(case, "forward_only", False):
+                passes = (False,)
+            for (name, (bound, why_not)), backward in itertools.product(runs.items(), passes):
                 row = Row(case.name, case.shape, dtype, target, name, bool(backward))
                 if why_not is not None:
                     row = dataclasses.replace(row, note=why_not)

@@ -8,7 +8,7 @@ from closeness import assert_close
 from kernels.attention_calls import attend, inputs
 
 from pallas_kernels import BlockMask, decode_attention
-from pallas_kernels.block_sparse_attention import decode
+from pallas_kernels.decode_attention import xla
 
 PAGE, B, T, H, G = 8, 2, 44, 4, 2
 WHOLE = inputs(B=B, T=T, H=H, G=G)
@@ -86,7 +86,7 @@ def test_groups_of_pages_add_up(monkeypatch):
     kept = np.ones((B, G, BLOCKS), bool)
     arguments = WHOLE["q"][:, -1:], *paged(kept), jnp.asarray(LAST)
     whole = decode_attention(*arguments)
-    monkeypatch.setattr(decode, "GROUP_TOKENS", 4 * PAGE)  # 6 pages in groups of 4
+    monkeypatch.setattr(xla, "GROUP_TOKENS", 4 * PAGE)  # 6 pages in groups of 4
     for found, wanted, name in zip(decode_attention(*arguments), whole, ("o", "lse"), strict=True):
         assert_close(found, wanted, 1e-6, name)
 
