@@ -165,6 +165,11 @@ def test_a_batch_is_a_function_of_its_key_and_has_each_source_in_its_share():
     np.testing.assert_array_equal(one["segment_ids"][0], np.repeat([0, 1], 32))
     np.testing.assert_array_equal(one["positions"][1], np.tile(np.arange(32), 2))
     np.testing.assert_array_equal(one["targets"][2, :-1], one["tokens"][2, 1:])
+    seeds = np.array([3, 7], np.uint32)
+    many = batches.draw_steps(seeds, batches.arrays, 5, 2)  # steps 5 and 6 of both
+    alone = draw(jax.random.fold_in(jax.random.key(7), 6), batches.arrays)
+    for name, value in many.items():
+        np.testing.assert_array_equal(value[1, 1], alone[name])
     text = load_tokenizer("bytes").decode(np.asarray(one["tokens"][3]))
     assert sum(c.isalpha() or c.isspace() for c in text) > 40
 

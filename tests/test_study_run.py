@@ -226,6 +226,9 @@ def test_a_study_runs_from_its_plan_to_its_report(plan, run_command, tmp_path, m
     """Two mixers at two ratios with two seeds, in two shards; the report shows the table."""
     workdir = tmp_path / "work"
     arguments = ("--plan", plan, "--workdir", workdir)
+    status, out, err = run_command(command, *arguments, "--minutes", "1e-9")
+    assert (status, err) == (0, "") and "0 of 8 runs have a result" in out
+    assert "stopped; the same command goes on from there" in out
     status, out, err = run_command(command, *arguments, "--shard", "0/2")
     assert (status, err) == (0, "") and "4 of 8 runs have a result" in out
     status, out, err = run_command(command, *arguments, "--shard", "1/2")
@@ -308,6 +311,8 @@ def test_bad_requests_are_one_line(plan, run_command, tmp_path):
         (("--plan", tmp_path / "no.py"), "no such file"),
         (("--plan", plan, "--shard", "2/2"), "expected I/N"),
         (("--plan", plan, "--cells", "gla_9-1"), "--cells gla_9-1: unknown"),
+        (("--plan", plan, "--minutes", "0"), "expected a number of minutes above 0"),
+        (("--plan", plan, "--minutes", "nan"), "expected a number of minutes above 0"),
     ):
         status, _, err = run_command(command, *arguments, "--workdir", tmp_path / "work")
         assert status == 2 and err.count("\n") == 1 and message in err
@@ -322,7 +327,7 @@ def outcome(experiment, seeds, diverged=None):
     model = build(experiment.model)
     params = flatten(nnx.state(model, nnx.Param))
     log = [{"step": 6, "loss": 2.5}]
-    return [together.Outcome(params, diverged, log, 1.0) for _ in seeds]
+    return [together.Outcome(params, diverged, log, together.Spent(1.0)) for _ in seeds]
 
 
 def test_a_failing_cell_is_recorded_and_tried_again_and_the_others_go_on(tmp_path, monkeypatch):

@@ -20,10 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jhybrid.losses import token_log_likelihoods
+from jhybrid.losses import likeliest_and_likelihoods
 from jhybrid.mixers.context import Context
 from jhybrid.model import HybridLM
-from pallas_kernels.array_types import Float, Int
+from pallas_kernels.array_types import Bool, Float, Int
 
 LogLikelihoods = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
@@ -46,21 +46,22 @@ def scorer(model: HybridLM) -> LogLikelihoods:
     What follows a row's last target is padding, which no router reads.
     """
     graphdef, weights = nnx.split(model)
-    return lambda inputs, targets: np.asarray(_score(graphdef, weights, inputs, targets))
+    return lambda inputs, targets: np.asarray(score(graphdef, weights, inputs, targets)[1])
 
 
 @functools.partial(jax.jit, static_argnums=0)  # models of one config share a program
-def _score(
+def score(
     graphdef: nnx.GraphDef,
     weights: Any,
     inputs: Int[jax.Array, "B L"],
     targets: Int[jax.Array, "B L"],
-) -> Float[jax.Array, "B L"]:
+) -> tuple[Bool[jax.Array, "B L"], Float[jax.Array, "B L"]]:
+    """Whether the target is the likeliest token, and log p(target), 0 where it is negative."""
     model = nnx.merge(graphdef, weights)
     place = jnp.arange(inputs.shape[1])
     lengths = jnp.max(jnp.where(targets >= 0, place + 1, 0), 1)
     context = Context(positions=jnp.broadcast_to(place, inputs.shape), lengths=lengths)
-    return token_log_likelihoods(model, model(inputs, context).hidden, targets)
+    return likeliest_and_likelihoods(model, model(inputs, context).hidden, targets)
 
 
 def perplexity(

@@ -2,20 +2,25 @@
 
     python -m jhybrid.study --plan configs/studies/mini.py --workdir studies/mini
 
-Run the same command again to go on; `--shard i/n` takes every n-th cell from the i-th on. The table
-and the report are written at the end from all results the workdir holds, whoever made them, and
-with `--report-only` without running anything. Exit codes: 0 everything of this shard is measured or
-diverged, or it was stopped by SIGTERM or Ctrl-C with everything saved; 1 a run failed; 2 bad input,
-in one line on stderr.
+Run the same command again to go on; `--shard i/n` takes every n-th cell from the i-th on;
+`--minutes m` stops at the first log, evaluation or cell after m minutes. The table and the report
+are written at the end from all results the workdir holds, whoever made them, and with
+`--report-only` without running anything. Exit codes: 0 everything of this shard is measured or
+diverged, or it was stopped (SIGTERM, Ctrl-C, --minutes) with everything saved; 1 a run failed; 2
+bad input, in one line on stderr.
 """
 
 import argparse
+import math
+import os
 import re
 import runpy
 import signal
 import sys
+import time
 from pathlib import Path
 
+import jax
 from absl import flags
 
 from jhybrid import commandline
@@ -53,6 +58,16 @@ def shard(text: str) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
+def minutes(text: str) -> float:
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not 0 < found < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number of minutes above 0")
+    return found
+
+
 def chosen(study: Study, names: str | None, part: tuple[int, int]) -> tuple[Cell, ...]:
     """The cells of `names`, or all, of which `part` is this process's."""
     cells = study.cells
@@ -71,6 +86,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--plan", required=True, type=Path, help="file with study()")
     parser.add_argument("--workdir", type=Path, help="default: studies/<study name>")
     parser.add_argument("--shard", type=shard, default=(0, 1), metavar="I/N", help="of the cells")
+    parser.add_argument("--minutes", type=minutes, help="stop after so many, with all saved")
     parser.add_argument("--cells", help="only these, by name and comma, as gla_3-1,hgrn2_pure")
     parser.add_argument("--list", action="store_true", help="print the cells and stop")
     parser.add_argument("--report-only", action="store_true", help="train and measure nothing")
@@ -79,6 +95,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main() -> int:
+    began = time.monotonic()
     arguments = parser().parse_args()
     study = load_study(arguments.plan)
     cells = chosen(study, arguments.cells, arguments.shard)
@@ -86,15 +103,18 @@ def main() -> int:
         print(*(cell.name for cell in cells), sep="\n")
         return 0
     commandline.use_compile_cache(arguments.compile_cache)
+    # The same numbers; else a GPU's compiler unrolls the hash wherever a number is drawn.
+    jax.config.update("jax_threefry_gpu_kernel_lowering", True)
     signals: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda received, frame: signals.append(received))
+    limit = 60 * (arguments.minutes or math.inf)
     workdir = arguments.workdir or Path("studies") / study.name
     runner = Runner(
         study,
         workdir,
         announce=lambda line: print(line, flush=True),
-        stop=lambda: bool(signals),
+        stop=lambda: bool(signals) or time.monotonic() - began > limit,
     )
     try:
         if not arguments.report_only:
@@ -113,6 +133,18 @@ def main() -> int:
     return 1 if failed else 0
 
 
+def prefer_short_compilation() -> None:
+    """Tells XLA not to tune the kernels of a GPU: small models compile for longer than they train.
+
+    Matrix products go to cuBLAS, which nobody has to compile. Flags that XLA_FLAGS names stay.
+    """
+    given = os.environ.get("XLA_FLAGS", "")
+    ours = {"xla_gpu_autotune_level": "0", "xla_gpu_enable_triton_gemm": "false"}
+    ours = (f"--{name}={value}" for name, value in ours.items() if name not in given)
+    os.environ["XLA_FLAGS"] = " ".join([given, *ours]).strip()
+
+
 if __name__ == "__main__":
+    prefer_short_compilation()  # before anything starts a backend
     flags.FLAGS(sys.argv[:1])  # Grain reads absl flags, which have to be parsed
     commandline.run(main)

@@ -1,12 +1,15 @@
 """Training batches drawn on the device: a batch is a function of its key, so nothing waits for one.
 
 A cell's seeds train in one program of milliseconds per step; batches put together on the host and
-copied would be what it waits for. Here text lies on the device once, as one stream of tokens of
+copied would be what it waits for. They are drawn by a program of their own, the same for all cells
+of a study, because drawing takes thousands of instructions that a training program of each cell
+would compile again. Here text lies on the device once, as one stream of tokens of
 which rows are windows; needle documents are a pool, written on the host once; associative recall is
 drawn anew for every row. A row of the batch belongs to one source, and each source has its share of
 the rows.
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -36,11 +39,19 @@ class Source(NamedTuple):
     draw: Draw
 
 
+@functools.lru_cache(maxsize=1)  # cells of one study share its text, its pool and its program
+def batches_of(config: DataConfig) -> "Batches":
+    """The batches of a config, whatever its seed: a key says which."""
+    return Batches(config)
+
+
 class Batches:
     """All sources of a config.
 
     Attributes:
-        arrays: what lies on the device, an argument of the training program.
+        arrays: what lies on the device.
+        draw_steps: (seeds [S], arrays, first step, number of steps N, static) -> the batches of N
+            consecutive steps of every seed, [N, S, batch_size, sequence_length] int32 each.
     """
 
     def __init__(self, config: DataConfig):
@@ -52,6 +63,7 @@ class Batches:
         ]
         self.arrays = tuple(source.arrays for source in sources)
         self._draws = tuple(source.draw for source in sources)
+        self.draw_steps = jax.jit(self._draw_steps, static_argnums=3)
 
     def draw(self, key: Array, arrays: Any) -> Batch:
         """The batch of a key: [batch_size, sequence_length] int32 each, as the training step's."""
@@ -61,6 +73,17 @@ class Batches:
             if self._rows[index]
         ]
         return {name: jnp.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+    def _draw_steps(
+        self, seeds: Int[Array, "S"], arrays: Any, first: Int[Array, ""], steps: int
+    ) -> Mapping[str, Int[Array, "N S B T"]]:
+        def of_step(step: Int[Array, ""]) -> Batch:
+            def of_seed(seed: Int[Array, ""]) -> Batch:
+                return self.draw(jax.random.fold_in(jax.random.key(seed), step), arrays)
+
+            return jax.vmap(of_seed)(seeds)
+
+        return jax.lax.map(of_step, first + jnp.arange(steps))
 
 
 def shares(weights: Float[np.ndarray, "n"], rows: int) -> Int[np.ndarray, "n"]:

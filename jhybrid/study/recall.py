@@ -1,7 +1,8 @@
 """Accuracy of recall by document length and by the distance from what is asked for.
 
 An answer counts when the model's likeliest token is right at every token of it, given the right
-ones before: what greedy decoding would have to get right from the start.
+ones before: what greedy decoding would have to get right from the start. The program is that of
+perplexity, with as many rows, so that both measure a length with one.
 """
 
 import dataclasses
@@ -18,15 +19,14 @@ from jhybrid.config import AssociativeRecall
 from jhybrid.data import Tokenizer
 from jhybrid.data.needle import NeedleTask
 from jhybrid.data.recall import TASK_TOKENS
-from jhybrid.mixers import Context
+from jhybrid.evals.perplexity import score
+from jhybrid.evals.prediction import automatic_batch_size
 from jhybrid.model import HybridLM
 from jhybrid.study.batches import recall_document
 from jhybrid.study.plan import RecallMeasure
-from pallas_kernels.array_types import Array, Bool, Int
+from pallas_kernels.array_types import Bool, Int
 
 SEED = 20_250_709  # of held-out documents, the same for every run
-BATCH_TOKENS = 1 << 16
-PLACES = 64  # of answers, or a multiple: measures of one length share a program
 
 
 class Questions(NamedTuple):
@@ -53,17 +53,19 @@ def count(
     """One row per power of two that the distances of `questions` reach."""
     graphdef, weights = nnx.split(model)
     documents = len(questions.tokens)
-    rows = min(max(1, BATCH_TOKENS // length), documents)
-    unused = ((0, 0), (0, -questions.at.shape[1] % PLACES))
-    at = np.pad(questions.at, unused)
-    answers = np.pad(questions.answers, unused, constant_values=-1)
-    right = []
+    rows = min(automatic_batch_size(length), documents)
+    targets = np.full(questions.tokens.shape, -1, np.int32)
+    document, place = np.nonzero(questions.answers >= 0)
+    targets[document, questions.at[document, place]] = questions.answers[document, place]
+    likeliest = []
     for start in range(0, documents, rows):
         # The last batch repeats its last document, so that one shape is compiled.
         part = np.minimum(np.arange(start, start + rows), documents - 1)
-        batch = (questions.tokens[part], at[part], answers[part])
-        right.append(np.asarray(_right(graphdef, weights, *batch)))
-    places = np.concatenate(right)[:documents, : questions.at.shape[1]]
+        likeliest.append(
+            np.asarray(score(graphdef, weights, questions.tokens[part], targets[part])[0])
+        )
+    right = np.take_along_axis(np.concatenate(likeliest)[:documents], questions.at, 1)
+    places = right | (questions.answers < 0)
     correct = answered(places, questions.question, questions.distances.shape[1])
     exponents = np.floor(np.log2(np.maximum(questions.distances, 1))).astype(int)
     for exponent in np.unique(exponents):
@@ -86,26 +88,6 @@ def answered(
     document = np.broadcast_to(np.arange(len(places))[:, None], places.shape)
     np.logical_and.at(found, (document, question), places)
     return found
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _right(
-    graphdef: nnx.GraphDef,
-    weights: Any,
-    tokens: Int[Array, "B T"],
-    at: Int[Array, "B N"],
-    answers: Int[Array, "B N"],
-) -> Bool[Array, "B N"]:
-    """Whether the likeliest token at each place is the answer; True where there is none."""
-    model = nnx.merge(graphdef, weights)
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    hidden = model(tokens, Context(positions=positions)).hidden
-    hidden = jnp.take_along_axis(hidden, at[..., None], 1)
-
-    def likeliest(hidden: Array) -> Array:  # of one document, to hold few logits at once
-        return jnp.argmax(model.logits(hidden), -1)
-
-    return (answers < 0) | (jax.lax.map(likeliest, hidden) == answers)
 
 
 @functools.lru_cache(maxsize=32)

@@ -34,7 +34,7 @@ from jhybrid.parameters import flatten
 from jhybrid.serialization import to_json
 from jhybrid.study import recall, together
 from jhybrid.study.plan import Cell, Evaluation, Study
-from jhybrid.study.together import Interrupted, Outcome
+from jhybrid.study.together import Interrupted, Outcome, Spent
 from jhybrid.training import loop
 
 Result = dict[str, Any]
@@ -69,6 +69,7 @@ class Runner:
     def run(self, cells: Sequence[Cell]) -> None:
         """Trains and measures what is not done. Raises Interrupted when told to stop."""
         for number, cell in enumerate(cells, start=1):
+            self._go_on()
             seeds = [seed for seed in self.study.seeds if not self._done(cell, seed)]
             self.announce(f"{cell.name} ({number} of {len(cells)}): seeds {_listed(seeds)} to do")
             if not seeds:
@@ -84,6 +85,10 @@ class Runner:
                     if not self._done(cell, seed):
                         self._write(cell, seed, {"status": "failed", "reason": reason})
 
+    def _go_on(self) -> None:
+        if self.stop():
+            raise Interrupted
+
     def results(self) -> list[Result]:
         """Of every run of the study that has one, in its order."""
         found = [self._result(c, seed) for c in self.study.cells for seed in self.study.seeds]
@@ -98,6 +103,7 @@ class Runner:
                 self._train_alone(cell, seed)
         for seed in seeds:
             if not self._done(cell, seed):
+                self._go_on()
                 self._measure(cell, seed)
         shutil.rmtree(self.workdir / "cells" / cell.name, ignore_errors=True)
 
@@ -122,12 +128,18 @@ class Runner:
         if diverged is None and (found is None or found[0] < experiment.training.steps):
             raise Interrupted
         params = {} if diverged else flatten_model(load_model(folder)[1])
-        seconds = time.perf_counter() - began
-        self._keep(cell, seed, Outcome(params, diverged, _log(folder), seconds))
+        spent = Spent(time.perf_counter() - began)
+        self._keep(cell, seed, Outcome(params, diverged, _log(folder), spent))
 
     def _keep(self, cell: Cell, seed: int, outcome: Outcome) -> None:
         """Writes the model, or that there is none worth measuring; training is then over."""
-        facts = {"train_seconds": round(outcome.seconds, 1), "log": outcome.log}
+        spent = outcome.spent
+        facts = {
+            "train_seconds": round(spent.seconds, 1),
+            "preparing_seconds": round(spent.preparing, 1),
+            "milliseconds_per_step": round(1000 * spent.of_step(outcome.log[-1]["step"]), 2),
+            "log": outcome.log,
+        }
         if outcome.diverged is not None:
             facts |= {"status": "diverged", "reason": outcome.diverged}
             self._write(cell, seed, facts)
@@ -150,8 +162,9 @@ class Runner:
         facts["evaluation_seconds"] = round(time.perf_counter() - began, 1)
         self._write(cell, seed, facts)
         self.announce(
-            f"{cell.run(seed).name}: trained in {facts['train_seconds']} s with its other seeds, "
-            f"measured in {facts['evaluation_seconds']} s"
+            f"{cell.run(seed).name}: measured in {facts['evaluation_seconds']} s; trained in "
+            f"{facts['train_seconds']} s with its other seeds, {facts['preparing_seconds']} s of "
+            f"them before the first step"
         )
 
     def _write(self, cell: Cell, seed: int, facts: Result) -> None:

@@ -22,6 +22,8 @@ RUN_COLUMNS = (
     "state_bytes",
     "softmax_fraction",
     "train_seconds",
+    "preparing_seconds",
+    "milliseconds_per_step",
     "evaluation_seconds",
     "jax",
     "device",

@@ -2,9 +2,9 @@
 
 A small model leaves an accelerator idle between its kernels; three of them in one program cost
 little more than one and compile once. The step is train.py's own (`training.step.Program`), mapped
-over seeds; the batches are drawn on the device (`jhybrid.study.batches`), so a run of many steps is
-one call. Everything that a step depends on is the seed, the step's number and the state, so that a
-resumed cell ends where an uninterrupted one does.
+over seeds; the batches of many steps are drawn on the device at once (`jhybrid.study.batches`), so
+that these steps are one call. Everything that a step depends on is the seed, the step's number and
+the state, so that a resumed cell ends where an uninterrupted one does.
 """
 
 import dataclasses
@@ -24,33 +24,50 @@ import orbax.checkpoint as ocp
 from jhybrid.checkpoint import write_whole
 from jhybrid.config import Experiment, MeshConfig, require
 from jhybrid.sharding import make_mesh
-from jhybrid.study.batches import Batches
+from jhybrid.study.batches import Batch, batches_of
 from jhybrid.training.step import Program, TrainState
 from pallas_kernels.array_types import Array, Float, Int
 
 Record = dict[str, Any]
+STEPS_AT_ONCE = 64  # at most: so many batches of every seed lie on the device
 
 
 class Interrupted(Exception):  # noqa: N818  it is no error
     """Training was told to stop; what it had done is saved."""
 
 
+class Spent(NamedTuple):
+    """Wall-clock seconds of a cell's training, over all its starts."""
+
+    seconds: float = 0.0
+    preparing: float = 0.0  # of them: reading data, tracing, compiling and initialising
+
+    def plus(self, seconds: float, preparing: float) -> "Spent":
+        return Spent(self.seconds + seconds, self.preparing + preparing)
+
+    def of_step(self, steps: int) -> float:
+        """Seconds per step, of which `steps` were taken, with what was written in between."""
+        return (self.seconds - self.preparing) / steps
+
+
 class Outcome(NamedTuple):
     """What training made of one seed."""
 
-    params: dict[str, Array]  # by path
+    params: dict[str, Any]  # by path, arrays of NumPy or JAX
     diverged: str | None  # how, if it did
     log: list[Record]  # step and mean loss since the one before; routing where there is any
-    seconds: float  # of the whole cell, compilation included
+    spent: Spent
 
 
 class SeedProgram:
     """The compiled functions of a cell.
 
     Attributes:
+        batches: the batches of every seed.
         init: (seeds [S]) -> TrainState with a leading axis of S in every array.
-        train: (TrainState, seeds [S], arrays of the batches, first step, number of steps) ->
-            (TrainState, mean losses [S], routing statistics of the last step); donates the state.
+        train: (TrainState, batches of N steps, number of steps to take of them) ->
+            (TrainState, sums of losses [S], routing statistics of the last step); donates the
+            state.
     """
 
     def __init__(self, experiment: Experiment):
@@ -58,32 +75,31 @@ class SeedProgram:
             experiment.mesh == MeshConfig(), "mesh: seeds that train together do so on one device"
         )
         program = Program(experiment, make_mesh(experiment.mesh))
-        batches = Batches(experiment.data)
-        self.arrays = batches.arrays
+        self.batches = batches_of(dataclasses.replace(experiment.data, seed=0))
 
         def one_init(seed: Int[Array, ""]) -> TrainState:
             return program.init(jnp.stack([jnp.zeros_like(seed), seed]))
 
-        def one_step(state: TrainState, seed: Int[Array, ""], arrays: Any, step: Int[Array, ""]):
-            key = jax.random.fold_in(jax.random.key(seed), step)
-            state, metrics = program.train_step(state, batches.draw(key, arrays))
+        def one_step(state: TrainState, batch: Batch):
+            state, metrics = program.train_step(state, batch)
             return state, (metrics["loss"], metrics["routing"])
 
-        step_of_all = jax.vmap(one_step, (0, 0, None, None))
+        step_of_all = jax.vmap(one_step)
         self.init = jax.jit(jax.vmap(one_init))
 
         @functools.partial(jax.jit, donate_argnums=0)
-        def train(states, seeds, arrays, first, steps):
-            shapes = jax.eval_shape(step_of_all, states, seeds, arrays, first)[1]
+        def train(states, batches, steps):
+            of_step = lambda i: jax.tree.map(lambda x: x[i], batches)  # noqa: E731
+            shapes = jax.eval_shape(step_of_all, states, of_step(0))[1]
             nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
             def advance(i, carry):
                 states, (losses, _) = carry
-                states, (loss, routing) = step_of_all(states, seeds, arrays, first + i)
+                states, (loss, routing) = step_of_all(states, of_step(i))
                 return states, (losses + loss, routing)
 
             states, (losses, routing) = jax.lax.fori_loop(0, steps, advance, (states, nothing))
-            return states, losses / steps, routing
+            return states, losses, routing
 
         self.train = train
 
@@ -106,41 +122,48 @@ def train(
     began = time.perf_counter()
     settings = experiment.training
     program = SeedProgram(experiment)
+    batches = program.batches
     seed_array = jnp.asarray(seeds, jnp.uint32)
-    states = program.init(seed_array)
     saved = _Saved(folder)
-    states, log, spent = saved.restore(states)
-    step = log[-1]["step"] if log else 0
-    compiled = None
+    states, log, before = saved.restore(program.init(seed_array))
+    at_once = min(settings.log_every_steps, STEPS_AT_ONCE)
+    draw = functools.partial(batches.draw_steps, seed_array, batches.arrays)
+    drawn = draw(jnp.int32(0), at_once)
+    take = program.train.lower(states, drawn, jnp.int32(0)).compile()
+    jax.block_until_ready((states, drawn))
+    preparing = time.perf_counter() - began
+    announce(f"ready to train after {preparing:.0f} s")
+    step, spent = log[-1]["step"] if log else 0, before
     while step < settings.steps:
         until_log = settings.log_every_steps - step % settings.log_every_steps
         count = min(until_log, settings.steps - step)
-        states, losses, routing = program.train(
-            states, seed_array, program.arrays, jnp.int32(step), jnp.int32(count)
-        )
+        losses = jnp.zeros(len(seeds), jnp.float32)
+        routing = {}
+        for start in range(step, step + count, at_once):
+            taken = jnp.int32(min(at_once, step + count - start))
+            states, sums, routing = take(states, draw(jnp.int32(start), at_once), taken)
+            losses += sums
         step += count
-        log.append(_record(step, losses, routing))
-        if compiled is None:
-            compiled = time.perf_counter() - began
-            announce(f"first {count} steps done after {compiled:.0f} s")
-        else:
-            spent_here = time.perf_counter() - began
-            announce(f"step {step}: loss {_shown(log[-1]['loss'])} after {spent_here:.0f} s")
+        log.append(_record(step, losses / count, routing))
+        spent = before.plus(time.perf_counter() - began, preparing)
+        announce(
+            f"step {step}: loss {_shown(log[-1]['loss'])}, "
+            f"{1000 * spent.of_step(step):.1f} ms a step, {spent.seconds:.0f} s in all"
+        )
         stopping = stop()
         if step % settings.checkpoint_every_steps == 0 or stopping or step == settings.steps:
-            saved.save(states, log, spent + time.perf_counter() - began)
+            saved.save(states, log, spent)
         if stopping and step < settings.steps:
             raise Interrupted
-    seconds = spent + time.perf_counter() - began
-    skipped = np.asarray(states.skipped_in_row)
+    skipped, params = jax.device_get((states.skipped_in_row, states.params))
     return [
         Outcome(
-            params={path: value[i] for path, value in states.params.items()},
+            params={path: value[i] for path, value in params.items()},
             diverged=_divergence(
                 [record["loss"][i] for record in log], int(skipped[i]), settings.max_skipped_steps
             ),
             log=[_of_seed(record, i) for record in log],
-            seconds=seconds,
+            spent=spent,
         )
         for i in range(len(seeds))
     ]
@@ -186,24 +209,24 @@ class _Saved:
 
     folder: Path
 
-    def save(self, states: TrainState, log: list[Record], seconds: float) -> None:
+    def save(self, states: TrainState, log: list[Record], spent: Spent) -> None:
         step = log[-1]["step"]
         path = (self.folder / f"state-{step}").absolute()
         with ocp.StandardCheckpointer() as checkpointer:
             checkpointer.save(path, states, force=True)
-        text = json.dumps({"step": step, "seconds": seconds, "log": log})
+        text = json.dumps({"step": step, "spent": spent._asdict(), "log": log})
         write_whole(self.folder / "training.json", text)
         for other in self.folder.glob("state-*"):
             if other.name != path.name:
                 shutil.rmtree(other)
 
-    def restore(self, states: TrainState) -> tuple[TrainState, list[Record], float]:
+    def restore(self, states: TrainState) -> tuple[TrainState, list[Record], Spent]:
         """Like `states` if there is nothing to go on from."""
         file = self.folder / "training.json"
         if not file.is_file():
-            return states, [], 0.0
+            return states, [], Spent()
         found = json.loads(file.read_text())
         path = (self.folder / f"state-{found['step']}").absolute()
         with ocp.StandardCheckpointer() as checkpointer:
             abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, states)
-            return checkpointer.restore(path, abstract), found["log"], found["seconds"]
+            return checkpointer.restore(path, abstract), found["log"], Spent(**found["spent"])
