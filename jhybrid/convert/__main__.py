@@ -4,7 +4,7 @@ from pathlib import Path
 
 import jhybrid.convert
 from jhybrid.commandline import Parser, run
-from jhybrid.convert.fla_folder import from_fla
+from jhybrid.convert.fla_folder import from_fla, to_fla
 from jhybrid.convert.gguf_llama import from_gguf
 from jhybrid.convert.huggingface import from_hf, to_hf
 
@@ -26,11 +26,16 @@ def _main() -> int:
     gguf.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     back = commands.add_parser("to-hf", help="an export or a workdir as a Hugging Face folder")
     back.add_argument("checkpoint", type=Path)
-    for command in (folder, fla, gguf, back):
+    fla_back = commands.add_parser(
+        "to-fla", help="an export or a workdir as a folder of flash-linear-attention 0.6.0"
+    )
+    fla_back.add_argument("checkpoint", type=Path)
+    for command in (folder, fla, gguf, back, fla_back):
         command.add_argument("out", type=Path)
     arguments = parser.parse_args()
-    if arguments.command == "to-hf":
-        written = to_hf(arguments.checkpoint, arguments.out)
+    if arguments.command in ("to-hf", "to-fla"):
+        write = to_hf if arguments.command == "to-hf" else to_fla
+        written = write(arguments.checkpoint, arguments.out)
     else:
         options = {"tokenizer": arguments.tokenizer, "assignments": arguments.set}
         if arguments.command == "from-hf":

@@ -23,27 +23,34 @@ from jhybrid.recurrent_config import (
 )
 
 
-def _same(x: np.ndarray) -> np.ndarray:
-    return x
+class Layout(NamedTuple):
+    """How a tensor of a checkpoint becomes a parameter, and a parameter that tensor."""
+
+    ours: Callable[[np.ndarray], np.ndarray]
+    theirs: Callable[[np.ndarray], np.ndarray]
 
 
-def _transposed(x: np.ndarray) -> np.ndarray:  # [out, in] -> [in, out]
-    return x.T
+SAME = Layout(lambda x: x, lambda x: x)
+TRANSPOSED = Layout(np.transpose, np.transpose)  # [out, in] -> [in, out]
+TAPS = Layout(lambda x: x[:, 0].T, lambda x: x.T[:, None])  # [channels, 1, width] -> [width, ...]
 
 
-def _taps(x: np.ndarray) -> np.ndarray:  # [channels, 1, width] -> [width, channels]
-    return x[:, 0].T
-
-
-def _flat(x: np.ndarray) -> np.ndarray:
-    return x.reshape(-1)
+def _flat(*shape: int) -> Layout:
+    return Layout(lambda x: x.reshape(-1), lambda x: x.reshape(shape))
 
 
 class Source(NamedTuple):
-    """A tensor of a checkpoint by name, and the parameter it becomes: a slice, reshaped."""
+    """A tensor of a checkpoint by name, and the parameter that it, or some rows of it, becomes."""
 
     name: str
-    convert: Callable[[np.ndarray], np.ndarray] = _same
+    layout: Layout = SAME
+    rows: tuple[int, int] | None = None  # first and number
+
+    def convert(self, tensor: np.ndarray) -> np.ndarray:
+        if self.rows is not None:
+            first, count = self.rows
+            tensor = tensor[first : first + count]
+        return self.layout.ours(tensor)
 
 
 def sources(model: ModelConfig) -> dict[str, Source]:
@@ -62,7 +69,7 @@ def sources(model: ModelConfig) -> dict[str, Source]:
     if model.gate_width is not None:
         found["lower_bounds"] = Source(f"{root}.lower_bounds")
     if not model.tied_head:
-        found["head"] = Source("lm_head.weight", _transposed)
+        found["head"] = Source("lm_head.weight", TRANSPOSED)
     layer = -1
     for i, block in enumerate(model.blocks):
         channels = isinstance(block.mixer, RWKV6ChannelConfig)  # the second half of its layer
@@ -74,24 +81,24 @@ def sources(model: ModelConfig) -> dict[str, Source]:
         found[f"{ours}.mixer_norm.weight"] = Source(f"{place}.{norm}.weight")
         if block.norm == "layer":
             found[f"{ours}.mixer_norm.bias"] = Source(f"{place}.{norm}.bias")
-        for path, (name, convert) in _mixer(block.mixer).items():
-            found[f"{ours}.mixer.{path}"] = Source(f"{place}.{inside}.{name}", convert)
+        for path, own in _mixer(block.mixer).items():
+            found[f"{ours}.mixer.{path}"] = own._replace(name=f"{place}.{inside}.{own.name}")
         if block.channel_mixer is not None:
             found[f"{ours}.channel_norm.weight"] = Source(f"{place}.mlp_norm.weight")
             for name in ("gate_proj", "up_proj", "down_proj"):
                 path = f"{ours}.channel_mixer.{name}.weight"
-                found[path] = Source(f"{place}.mlp.{name}.weight", _transposed)
+                found[path] = Source(f"{place}.mlp.{name}.weight", TRANSPOSED)
     return found
 
 
 def _projections(*names: str) -> dict[str, Source]:
-    return {f"{name}_proj.weight": Source(f"{name}_proj.weight", _transposed) for name in names}
+    return {f"{name}_proj.weight": Source(f"{name}_proj.weight", TRANSPOSED) for name in names}
 
 
 def _low_rank(ours: str, down: str, up: str, *, bias: bool) -> dict[str, Source]:
     found = {
-        f"{ours}.down.weight": Source(f"{down}.weight", _transposed),
-        f"{ours}.up.weight": Source(f"{up}.weight", _transposed),
+        f"{ours}.down.weight": Source(f"{down}.weight", TRANSPOSED),
+        f"{ours}.up.weight": Source(f"{up}.weight", TRANSPOSED),
     }
     return found | ({f"{ours}.up.bias": Source(f"{up}.bias")} if bias else {})
 
@@ -100,7 +107,7 @@ def _convolved(*own: str) -> dict[str, Source]:
     """q, k and v with their convolutions, and the projections `own` of a delta rule's gates."""
     found = {f"inputs.{path}": source for path, source in _projections("q", "k", "v", *own).items()}
     for name in ("q", "k", "v"):
-        found[f"inputs.{name}_conv.weight"] = Source(f"{name}_conv1d.weight", _taps)
+        found[f"inputs.{name}_conv.weight"] = Source(f"{name}_conv1d.weight", TAPS)
     return found
 
 
@@ -143,44 +150,44 @@ def _mixer(mixer: MixerConfig) -> Mapping[str, Source]:
             return {
                 "key_mix": Source("key.mu"),
                 "receptance_mix": Source("receptance.mu"),
-                "k_proj.weight": Source("key.linear.weight", _transposed),
-                "r_proj.weight": Source("receptance.linear.weight", _transposed),
-                "v_proj.weight": Source("value.weight", _transposed),
+                "k_proj.weight": Source("key.linear.weight", TRANSPOSED),
+                "r_proj.weight": Source("receptance.linear.weight", TRANSPOSED),
+                "v_proj.weight": Source("value.weight", TRANSPOSED),
             }
-    raise TypeError(f"flash-linear-attention has no layer for {type(mixer).__name__}")
+    raise TypeError(f"no names for {type(mixer).__name__}")  # no config of theirs says it
 
 
 def _mamba2(mixer: Mamba2Config) -> dict[str, Source]:
     """in_proj holds the rows of z, x, B, C and dt; its convolution's channels are x, B and C."""
     width, keys = mixer.num_heads * mixer.value_dim, mixer.num_groups * mixer.key_dim
 
-    def rows(start: int, count: int, convert=_same) -> Callable[[np.ndarray], np.ndarray]:
-        return lambda x: convert(x[start : start + count])
+    def projection(first: int, count: int) -> Source:
+        return Source("in_proj.weight", TRANSPOSED, (first, count))
 
     found = {
-        "z_proj.weight": Source("in_proj.weight", rows(0, width, _transposed)),
-        "dt_proj.weight": Source(
-            "in_proj.weight", rows(2 * width + 2 * keys, mixer.num_heads, _transposed)
-        ),
+        "z_proj.weight": projection(0, width),
+        "dt_proj.weight": projection(2 * width + 2 * keys, mixer.num_heads),
         "D": Source("D"),
         "o_norm": Source("norm.weight"),
-        "o_proj.weight": Source("out_proj.weight", _transposed),
+        "o_proj.weight": Source("out_proj.weight", TRANSPOSED),
     }
     spans = {"v": (0, width), "k": (width, keys), "q": (width + keys, keys)}  # x, B, C
-    for name, (start, count) in spans.items():
-        projection = rows(width + start, count, _transposed)
-        found[f"inputs.{name}_proj.weight"] = Source("in_proj.weight", projection)
-        found[f"inputs.{name}_conv.weight"] = Source("conv1d.weight", rows(start, count, _taps))
-        found[f"inputs.{name}_conv.bias"] = Source("conv1d.bias", rows(start, count))
+    for name, (first, count) in spans.items():
+        channels = (first, count)
+        found[f"inputs.{name}_proj.weight"] = projection(width + first, count)
+        found[f"inputs.{name}_conv.weight"] = Source("conv1d.weight", TAPS, channels)
+        found[f"inputs.{name}_conv.bias"] = Source("conv1d.bias", SAME, channels)
     return found
 
 
 def _rwkv6(mixer: RWKV6Config) -> dict[str, Source]:
-    def mixes(x: np.ndarray) -> np.ndarray:  # [D, 5 * rank] -> [5, rank, D]
-        return x.reshape(x.shape[0], 5, mixer.shift_rank).transpose(1, 2, 0)
-
+    rank = mixer.shift_rank
+    mixes = Layout(  # [D, 5 * rank] -> [5, rank, D]
+        lambda x: x.reshape(x.shape[0], 5, rank).transpose(1, 2, 0),
+        lambda x: x.transpose(2, 0, 1).reshape(x.shape[2], 5 * rank),
+    )
     found = {
-        f"{name}_proj.weight": Source(f"{name}_proj.linear.weight", _transposed)
+        f"{name}_proj.weight": Source(f"{name}_proj.linear.weight", TRANSPOSED)
         for name in ("r", "k", "v", "g")
     }
     decay = _low_rank("w_proj", "w_proj.linear.lora.0", "w_proj.linear.lora.2", bias=True)
@@ -189,12 +196,12 @@ def _rwkv6(mixer: RWKV6Config) -> dict[str, Source]:
         | decay
         | {
             "mix": Source("x_proj.0.mu"),
-            "mix_down.weight": Source("x_proj.0.linear.weight", _transposed),
+            "mix_down.weight": Source("x_proj.0.linear.weight", TRANSPOSED),
             "mix_up": Source("x_proj.2.weight", mixes),
-            "mix_bias": Source("x_bias", _flat),
-            "bonus": Source("bonus", _flat),
+            "mix_bias": Source("x_bias", _flat(5, -1)),
+            "bonus": Source("bonus", _flat(mixer.num_heads, mixer.key_dim)),
             "o_weight": Source("g_norm.weight"),
             "o_bias": Source("g_norm.bias"),
-            "o_proj.weight": Source("o_proj.weight", _transposed),
+            "o_proj.weight": Source("o_proj.weight", TRANSPOSED),
         }
     )

@@ -1,8 +1,10 @@
-"""The `config.json` of a flash-linear-attention 0.6.0 model as a ModelConfig."""
+"""The `config.json` of a flash-linear-attention 0.6.0 model as a ModelConfig, and back."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from typing import Any
 
+from jhybrid.checkpoint import differing_fields
 from jhybrid.config import (
     BlockConfig,
     GatedDeltaNetConfig,
@@ -11,7 +13,7 @@ from jhybrid.config import (
     SoftmaxConfig,
     SwiGLUConfig,
 )
-from jhybrid.convert.families import Fields
+from jhybrid.convert.families import Fields, same_function
 from jhybrid.errors import UserError
 from jhybrid.recurrent_config import (
     DeltaNetConfig,
@@ -246,4 +248,165 @@ _MIXERS: Mapping[str, Callable[[Fields, int], MixerConfig]] = {
     "delta_net": _delta_net,
     "gated_deltanet": _gated_delta_net,
     "kda": _kda,
+}
+
+
+def describe(model: ModelConfig, template: Mapping[str, Any]) -> dict[str, Any]:
+    """The `config.json` of a model, which reads back as that model; UserError if none does.
+
+    What the model does not decide (token ids, the longest context) is taken from `template`, the
+    config.json it was imported with, if that is of the same kind.
+    """
+    written = _write(model)
+    kept = template if template.get("model_type") == written["model_type"] else {}
+    config = {**kept, **written}
+    try:
+        found = read_config(Fields(config, "its config.json"))
+    except UserError as error:
+        raise UserError(f"model: flash-linear-attention has no such model; {error}") from None
+    if not same_function(found, model):
+        own = {name: getattr(model, name) for name in OWN_FIELDS}
+        fields = differing_fields(model, dataclasses.replace(found, **own), "model")
+        raise UserError(f"model: flash-linear-attention has no such model; it has {fields[0]}")
+    return config
+
+
+# What two configs of the same function may differ in.
+OWN_FIELDS = (
+    "compute_dtype",
+    "param_dtype",
+    "remat",
+    "scan_blocks",
+    "loss_chunk_tokens",
+    "implementation",
+)
+
+
+def _write(model: ModelConfig) -> dict[str, Any]:
+    """A config of the model's family, with its sizes; whether it says all is not asked here."""
+    mixers = [b.mixer for b in model.blocks if not isinstance(b.mixer, RWKV6ChannelConfig)]
+    softmax = {i: m for i, m in enumerate(mixers) if isinstance(m, SoftmaxConfig)}
+    mixer = next((m for m in mixers if not isinstance(m, SoftmaxConfig)), mixers[0])
+    kind, own = _write_mixer(mixer, model.dim)
+    if kind != "transformer" and softmax:
+        own["attn"] = _write_softmax_layers(softmax)
+    channels = model.blocks[-1].channel_mixer
+    if isinstance(last := model.blocks[-1].mixer, RWKV6ChannelConfig):
+        own |= {"intermediate_size": last.width, "norm_first": model.embed_norm}
+    elif isinstance(channels, SwiGLUConfig):
+        own["intermediate_size"] = channels.width
+    return {
+        "architectures": [f"{_CLASSES[kind]}ForCausalLM"],
+        "model_type": kind,
+        "hidden_size": model.dim,
+        "num_hidden_layers": len(mixers),
+        "vocab_size": model.vocab_size,
+        "tie_word_embeddings": model.tied_head,
+        "norm_eps": model.norm_eps,
+        "torch_dtype": model.param_dtype,
+        **own,
+    }
+
+
+def _write_softmax_layers(mixers: Mapping[int, SoftmaxConfig]) -> list[dict[str, Any]]:
+    """`attn`: one set of settings for all layers that have them."""
+    layers: dict[SoftmaxConfig, list[int]] = {}
+    for i, mixer in mixers.items():
+        layers.setdefault(mixer, []).append(i)
+    found = []
+    for mixer, indices in layers.items():
+        settings = _write_softmax(mixer)
+        del settings["qk_norm"]  # which their hybrids do not have
+        found.append({"layers": indices, **settings})
+    return found
+
+
+def _write_softmax(mixer: SoftmaxConfig) -> dict[str, Any]:
+    return {
+        "num_heads": mixer.num_heads,
+        "num_kv_heads": mixer.num_kv_heads,
+        "qkv_bias": mixer.qkv_bias,
+        "qk_norm": mixer.qk_norm,
+        "window_size": mixer.window,
+        "rope_theta": mixer.rope_theta,
+    }
+
+
+def _write_mixer(mixer: MixerConfig, dim: int) -> tuple[str, dict[str, Any]]:
+    """The kind of model a mixer makes, and the settings that are its own."""
+
+    def shares(count: int, key_dim: int, value_dim: int) -> dict[str, Any]:
+        return {
+            "num_heads": count,
+            "expand_k": count * key_dim / dim,
+            "expand_v": count * value_dim / dim,
+        }
+
+    match mixer:
+        case SoftmaxConfig():
+            return "transformer", _write_softmax(mixer)
+        case GLAConfig() | RetNetConfig():
+            kind = "gla" if isinstance(mixer, GLAConfig) else "retnet"
+            return kind, shares(mixer.num_heads, mixer.key_dim, mixer.value_dim)
+        case HGRNConfig():
+            return "hgrn", {"expand_ratio": 1, "use_lower_bound": mixer.lower_bound}
+        case HGRN2Config():
+            return "hgrn2", {
+                "num_heads": mixer.num_heads,
+                "expand_ratio": mixer.key_dim,
+                "use_lower_bound": mixer.lower_bound,
+            }
+        case Mamba2Config():
+            return "mamba2", {
+                "num_heads": mixer.num_heads,
+                "head_dim": mixer.value_dim,
+                "expand": mixer.num_heads * mixer.value_dim // dim,
+                "state_size": mixer.key_dim,
+                "n_groups": mixer.num_groups,
+                "conv_kernel": mixer.conv_width,
+            }
+        case RWKV6Config():
+            return "rwkv6", {
+                **shares(mixer.num_heads, mixer.key_dim, mixer.value_dim),
+                "proj_low_rank_dim": mixer.shift_rank,
+                "gate_low_rank_dim": mixer.decay_rank,
+            }
+        case KDAConfig():  # before DeltaNetConfig, which it is one of
+            return "kda", {
+                "num_heads": mixer.num_heads,
+                "head_dim": mixer.key_dim,
+                "expand_v": mixer.value_dim / mixer.key_dim,
+                "conv_size": mixer.conv_width,
+                "allow_neg_eigval": mixer.negative_eigenvalues,
+            }
+        case DeltaNetConfig():
+            return "delta_net", {
+                **shares(mixer.num_heads, mixer.key_dim, mixer.value_dim),
+                "conv_size": mixer.conv_width,
+                "allow_neg_eigval": mixer.negative_eigenvalues,
+            }
+        case GatedDeltaNetConfig():
+            return "gated_deltanet", {
+                "num_heads": mixer.num_heads,
+                "num_v_heads": mixer.num_value_heads,
+                "head_dim": mixer.key_dim,
+                "expand_v": mixer.value_dim / mixer.key_dim,
+                "conv_size": mixer.conv_width,
+                "allow_neg_eigval": mixer.negative_eigenvalues,
+            }
+    name = type(mixer).__name__.removesuffix("Config")
+    raise UserError(f"model: flash-linear-attention has no such model; its {name} is unknown there")
+
+
+_CLASSES: Mapping[str, str] = {
+    "transformer": "Transformer",
+    "gla": "GLA",
+    "retnet": "RetNet",
+    "hgrn": "HGRN",
+    "hgrn2": "HGRN2",
+    "mamba2": "Mamba2",
+    "rwkv6": "RWKV6",
+    "delta_net": "DeltaNet",
+    "gated_deltanet": "GatedDeltaNet",
+    "kda": "KDA",
 }

@@ -1,21 +1,33 @@
-"""Folders of flash-linear-attention models (`config.json` and safetensors) into exports."""
+"""Folders of flash-linear-attention models (config.json, safetensors) into exports and back."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import numpy as np
 from flax import nnx
 
 from jhybrid.block_groups import block_paths, find_groups
-from jhybrid.checkpoint import write_export
+from jhybrid.checkpoint import StoredParameters, write_export
 from jhybrid.config import ModelConfig
 from jhybrid.convert.families import Fields
 from jhybrid.convert.fla import Source, sources
-from jhybrid.convert.fla_config import read_config
-from jhybrid.convert.huggingface import CONFIG, experiment_for, stored_dtype, with_dtypes
-from jhybrid.convert.placement import TensorSource
+from jhybrid.convert.fla_config import describe, read_config
+from jhybrid.convert.huggingface import (
+    CONFIG,
+    KEPT_CONFIG,
+    experiment_for,
+    kept_files,
+    stored_dtype,
+    travelling,
+    with_dtypes,
+    write_model,
+)
+from jhybrid.convert.placement import TensorSource, TensorSpec
 from jhybrid.convert.safetensors_files import SafetensorsFolder, read_json
+from jhybrid.data.tokenizer import tokenizer_files
 from jhybrid.errors import UserError
 from jhybrid.model import HybridLM
 from jhybrid.parameters import flatten
@@ -32,7 +44,74 @@ def from_fla(
     abstract = nnx.state(nnx.eval_shape(lambda: HybridLM(model, rngs=nnx.Rngs(0))), nnx.Param)
     shardings = flatten(parameter_shardings(abstract, make_mesh(experiment.mesh)))
     params = {path: jax.device_put(value, shardings[path]) for path, value in values.items()}
-    return write_export(experiment, params, out)
+    return write_export(experiment, params, out, files=kept_files(folder))
+
+
+def to_fla(checkpoint: Path, out: Path) -> Path:
+    """Writes the model of an export or a workdir as a folder that flash-linear-attention loads.
+
+    UserError when flash-linear-attention has no such model.
+    """
+    if out.exists():
+        raise UserError(f"{out} already exists")
+    stored = StoredParameters(checkpoint)
+    experiment = stored.experiment
+    kept = checkpoint / KEPT_CONFIG
+    config = describe(experiment.model, read_json(kept) if kept.is_file() else {})
+    if experiment.model.param_dtype == "float64":
+        raise UserError("model.param_dtype=float64 cannot be written, use float32")
+    tensors = parts_of(experiment.model, stored.specs)
+    specs = {
+        name: TensorSpec(
+            (sum(part.shape[0] for part in parts), *parts[0].shape[1:]), parts[0].dtype
+        )
+        for name, parts in tensors.items()
+    }
+    parameter = functools.lru_cache(maxsize=1)(stored.read)
+
+    def read(name: str) -> np.ndarray:
+        return np.concatenate([part.of(parameter(part.path)) for part in tensors[name]])
+
+    files = tokenizer_files(experiment.data.tokenizer) + travelling(checkpoint)
+    return write_model(out, config, files, specs, read)
+
+
+class Part(NamedTuple):
+    """Rows of a tensor of theirs, or all of it, and where they are in our parameters."""
+
+    source: Source
+    path: str
+    layer: int | None  # of a stack
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    def of(self, parameter: np.ndarray) -> np.ndarray:
+        value = parameter if self.layer is None else parameter[self.layer]
+        return self.source.layout.theirs(value)
+
+
+def parts_of(
+    model: ModelConfig, parameters: Mapping[str, np.ndarray | jax.ShapeDtypeStruct]
+) -> dict[str, list[Part]]:
+    """The parts of each tensor by its name, in the order of their rows.
+
+    The tensors of a stack follow each other, so that each parameter is read once and held alone.
+    """
+    theirs, groups = sources(model), find_groups(model.blocks)
+    found: dict[str, list[Part]] = {}
+    for path, spec in parameters.items():
+        names = block_paths(path, groups)
+        shape = spec.shape if names is None else spec.shape[1:]
+        for layer, name in enumerate(names or [path]):
+            source = theirs[name]
+            like = source.layout.theirs(np.broadcast_to(np.zeros((), spec.dtype), shape))
+            place = None if names is None else layer
+            found.setdefault(source.name, []).append(
+                Part(source, path, place, like.shape, like.dtype)
+            )
+    for parts in found.values():
+        parts.sort(key=lambda part: part.source.rows or (0, 0))
+    return found
 
 
 def open_fla(folder: Path) -> tuple[ModelConfig, SafetensorsFolder]:

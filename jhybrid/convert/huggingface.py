@@ -6,9 +6,9 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -41,8 +41,12 @@ def from_hf(
 ) -> Path:
     """Writes the model in `folder` as the export `out`, its tokenizer inside."""
     experiment, params = read_hf(folder, tokenizer=tokenizer, assignments=assignments)
-    files = {name: folder / name for name in TRAVELLING if (folder / name).is_file()}
-    return write_export(experiment, params, out, files={KEPT_CONFIG: folder / CONFIG, **files})
+    return write_export(experiment, params, out, files=kept_files(folder))
+
+
+def kept_files(folder: Path) -> dict[str, Path]:
+    """What an export of the model in `folder` keeps of it, by the name it has there."""
+    return {KEPT_CONFIG: folder / CONFIG} | {path.name: path for path in travelling(folder)}
 
 
 def read_hf(
@@ -130,18 +134,31 @@ def to_hf(checkpoint: Path, out: Path) -> Path:
     def read(name: str) -> np.ndarray:
         return places[name].of(parameter(places[name].path))
 
+    files = tokenizer_files(experiment.data.tokenizer) + travelling(checkpoint)
+    specs = {name: place.spec(stored.specs[place.path]) for name, place in places.items()}
+    return write_model(out, config, files, specs, read)
+
+
+def travelling(folder: Path) -> tuple[Path, ...]:
+    """The files of `folder` that go along with its model."""
+    return tuple(path for name in TRAVELLING if (path := folder / name).is_file())
+
+
+def write_model(
+    out: Path,
+    config: Mapping[str, Any],
+    files: Iterable[Path],
+    tensors: Mapping[str, TensorSpec],
+    read: Callable[[str], np.ndarray],
+) -> Path:
+    """A folder of `config.json`, `files` and `read(name)` of each tensor, whole or not at all."""
     partial = out.with_name(f".{out.name}-{os.getpid()}")
     try:
         partial.mkdir(parents=True)
         (partial / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-        files = [checkpoint / name for name in TRAVELLING]
-        for file in (*tokenizer_files(experiment.data.tokenizer), *filter(Path.is_file, files)):
+        for file in files:
             shutil.copy(file, partial)
-        write_folder(
-            partial,
-            {name: place.spec(stored.specs[place.path]) for name, place in places.items()},
-            read,
-        )
+        write_folder(partial, tensors, read)
         partial.rename(out)
     except OSError as error:
         raise UserError(f"{out} cannot be written ({error.strerror})") from None
