@@ -234,7 +234,7 @@ def _time_decoding(graphdef, weights, hidden, state, length: int) -> tuple[float
             hidden, state = carry
             token = jnp.argmax(model.logits(hidden), -1)[:, None]
             positions = jnp.full(token.shape, length + step, jnp.int32)
-            output = model(token, Context(positions=positions), state)
+            output = model(token, Context(positions=positions, decided=True), state)
             return (output.hidden[:, 0], output.state), None
 
         carry, _ = jax.lax.scan(one, (hidden, state), jnp.arange(DECODED))

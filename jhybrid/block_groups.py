@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jhybrid.config import BlockConfig
+from jhybrid.config import BlockConfig, ChunkRoutedConfig, HeadRoutedConfig
 from jhybrid.parameters import flatten, unflatten
 
 
@@ -35,8 +35,11 @@ class Group:
 
 
 def find_groups(blocks: Sequence[BlockConfig]) -> tuple[Group, ...]:
-    """The grouping with the fewest distinct blocks to compile, then with the fewest groups."""
-    blocks = tuple(blocks)
+    """The grouping with the fewest distinct blocks to compile, then with the fewest groups.
+
+    Room for caches, which is set to serve a model, makes no two blocks differ.
+    """
+    blocks = tuple(map(_without_room, blocks))
 
     @functools.cache
     def best(start: int) -> tuple[tuple[int, int], tuple[Group, ...]]:
@@ -54,6 +57,12 @@ def find_groups(blocks: Sequence[BlockConfig]) -> tuple[Group, ...]:
         return min(options, key=lambda option: option[0])
 
     return best(0)[1]
+
+
+def _without_room(block: BlockConfig) -> BlockConfig:
+    if not isinstance(block.mixer, ChunkRoutedConfig | HeadRoutedConfig):
+        return block
+    return dataclasses.replace(block, mixer=dataclasses.replace(block.mixer, kv_capacity=1.0))
 
 
 def by_block(params: nnx.State, blocks: Sequence[BlockConfig]) -> dict[str, jax.Array]:

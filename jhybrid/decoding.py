@@ -148,7 +148,8 @@ def _generate(
         step, token, done, state, new = carry
         place = (lengths + step - 1)[:, None]
         counts = jnp.where(done, 0, 1)
-        output = model(token[:, None], Context(positions=place, lengths=counts), state)
+        context = Context(positions=place, lengths=counts, decided=True)
+        output = model(token[:, None], context, state)
         token = jnp.where(done, fill, choose(output.hidden[:, 0], step))
         return step + 1, token, done | stopped(token), output.state, new.at[:, step].set(token)
 

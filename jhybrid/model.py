@@ -17,6 +17,8 @@ from flax import nnx
 from jhybrid.block_groups import Group, find_groups
 from jhybrid.config import (
     BlockConfig,
+    ChunkRoutedConfig,
+    HeadRoutedConfig,
     ModelConfig,
     SwiGLUConfig,
 )
@@ -131,11 +133,22 @@ class HybridLM(nnx.Module):
 
     def initial_state(self, batch: int, max_length: int) -> tuple[State, ...]:
         """The state of each block before the first token of `batch` rows of `max_length` tokens."""
-        return tuple(
-            block.mixer.initial_state(batch, max_length)
+        mixers = [
+            block.mixer
             for group, blocks in zip(self.layout, self.groups, strict=True)
             for _ in range(group.repeats)
             for block in blocks
+        ]
+
+        def room(block: BlockConfig) -> dict[str, float]:
+            """The block's own: blocks of one stack share all other settings."""
+            if not isinstance(block.mixer, ChunkRoutedConfig | HeadRoutedConfig):
+                return {}
+            return {"kv_capacity": block.mixer.kv_capacity}
+
+        return tuple(
+            mixer.initial_state(batch, max_length, **room(block))
+            for mixer, block in zip(mixers, self.config.blocks, strict=True)
         )
 
     def __call__(

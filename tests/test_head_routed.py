@@ -1,6 +1,7 @@
 """Head routing: what decides, what each head then sees, and what the router learns from it."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -110,6 +111,24 @@ def test_pooling_of_rows_leaves_their_padding_out():
     expected = [mean_of_ends(np.asarray(row)[:n], 4) for row, n in zip(k, lengths, strict=True)]
     assert_close(pooled[:, 0], np.stack(expected), 1e-12)
     np.testing.assert_array_equal(some[:, 0], lengths > 0)
+
+
+@pytest.mark.parametrize("pool", [1, 4, LENGTH, LENGTH + 3])
+def test_pooling_reads_only_the_ends_of_rows_that_are_documents(pool):
+    lengths = np.array([LENGTH, LENGTH - 1, 5, 1, 0])
+    k = inputs(LENGTH, batch=5).reshape(5, LENGTH, 3, 8)
+    pooled, some = head_routed_ops.row_means(k, jnp.asarray(lengths), pool_tokens=pool)
+    expected = [mean_of_ends(np.asarray(row)[:n], pool) for row, n in zip(k, lengths, strict=True)]
+    assert_close(pooled[:, 0], np.stack(expected), 1e-12)
+    np.testing.assert_array_equal(some[:, 0], lengths > 0)
+    shapes = [
+        value.aval.shape
+        for equation in jax.make_jaxpr(lambda k, n: head_routed_ops.row_means(k, n, pool_tokens=3))(
+            jnp.zeros((1, 1000, 3, 8)), jnp.asarray([900])
+        ).eqns
+        for value in equation.outvars
+    ]
+    assert shapes and max(map(math.prod, shapes)) <= 3 * 3 * 8
 
 
 def test_the_second_output_of_the_router_is_full_attention():

@@ -12,12 +12,16 @@ from flax import nnx
 from mixer_cases import build, inputs, positions
 from test_head_routed import BLOCK, FA_SSA, FA_XA, LENGTH, XA_SSA, decided, with_routes
 
+from configs import elastic_llama31_8b
+from jhybrid.block_groups import find_groups
 from jhybrid.config import HeadRoutedConfig, MeshConfig
 from jhybrid.decoding import generate
 from jhybrid.errors import UserError
 from jhybrid.memory import memory
 from jhybrid.mixers import Context
+from jhybrid.model import HybridLM
 from jhybrid.sharding import make_mesh
+from jhybrid.training.backbone import without_routers
 
 CAPPED = dataclasses.replace(FA_SSA, kv_capacity=0.5, sink_blocks=2, local_blocks=1)
 NO_SINK = dataclasses.replace(FA_SSA, sink_blocks=0, local_blocks=3)
@@ -218,6 +222,60 @@ def test_memory_counts_whole_caches_rings_and_refused_heads():
         assert item.cached_fraction == pytest.approx(fraction + (1 - fraction) / 2)
     capped = memory(small_model(kv_capacity=0.5), 64)
     assert capped[0].cache_bytes_per_token == token
+
+
+def test_blocks_of_one_stack_may_have_rooms_of_their_own():
+    alike = small_model()
+    own = tuple(
+        dataclasses.replace(block, mixer=dataclasses.replace(block.mixer, kv_capacity=room))
+        for block, room in zip(alike.config.blocks, (0.5, 1.0), strict=True)
+    )
+    assert find_groups(own) == find_groups(alike.config.blocks)
+    model = nnx.merge(*nnx.split(alike))
+    model.config = dataclasses.replace(alike.config, blocks=own)
+    slots = [state.keys.shape[1] for state in model.initial_state(2, 32)]
+    assert slots == [1, 2]
+    assert [x.cache_bytes_per_token for x in memory(model, 64)] == [2 * 8 * 4, 4 * 8 * 4]
+    for unstacked in (model, model.unstacked()):
+        assert [s.keys.shape[1] for s in unstacked.initial_state(2, 32)] == slots
+
+
+def test_decoding_asks_no_router_again():
+    case, x = build(FA_SSA), inputs(LENGTH, batch=4, seed=6)
+    _, state, _ = case(x, case.mixer.initial_state(4, 2 * LENGTH), positions(x))
+    token = x[:, :1] * -3  # would be routed otherwise
+    asks, asks_not = (
+        Context(positions=jnp.full((4, 1), LENGTH), decided=decided) for decided in (False, True)
+    )
+    one, other = (case(token, state, context)[:2] for context in (asks, asks_not))
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        np.testing.assert_array_equal(a, b)
+    products = [
+        str(jax.make_jaxpr(lambda x, c=context: case(x, state, c)[:2])(token)).count("dot_general")
+        for context in (asks, asks_not)
+    ]
+    assert products[0] - products[1] == 5  # the router's
+
+
+def test_memory_of_a_long_context_is_that_of_the_full_heads():
+    """Llama-3.1-8B's caches at 131,072 tokens with 0.7 of all heads sparse."""
+    experiment = elastic_llama31_8b.config()
+    length, full = 131_072, [3] * 13 + [2] * 19  # of eight heads: 77 of 256
+    blocks = tuple(
+        dataclasses.replace(block, mixer=dataclasses.replace(block.mixer, kv_capacity=n / 8))
+        for block, n in zip(experiment.model.blocks, full, strict=True)
+    )
+    config = dataclasses.replace(experiment.model, blocks=blocks)
+    backbone = without_routers(config)
+
+    def held(config):
+        model = nnx.eval_shape(lambda: HybridLM(config, rngs=nnx.Rngs(0)))
+        return sum(x.row_bytes + length * x.cache_bytes_per_token for x in memory(model, length))
+
+    share = held(config) / held(backbone)
+    rings = 2_176 / length  # of a sink block and sixteen local ones, for every head
+    assert share == pytest.approx(77 / 256 + rings, abs=1e-4)
+    assert share < 0.35
 
 
 def test_generation_without_room_for_the_full_heads_is_refused_or_allowed():

@@ -106,13 +106,16 @@ class ChunkRouted(nnx.Module):
         self.softmax_norm = norm(config.softmax_value_dim)
         self.o_proj = linear(value_width, model.dim, axes=("heads", "embed"))
 
-    def initial_state(self, batch: int, max_length: int) -> ChunkRoutedState:
+    def initial_state(
+        self, batch: int, max_length: int, kv_capacity: float | None = None
+    ) -> ChunkRoutedState:
         config = self.config
+        capacity = config.kv_capacity if kv_capacity is None else kv_capacity
         H, C = config.num_heads, config.chunk_size
         R = config.num_softmax_heads // H
         wide = jnp.promote_types(self.dtype, jnp.float32)
         chunks = -(-max_length // C)
-        slots = (batch, H, R, math.ceil(config.kv_capacity * chunks) + 1, C)  # one open chunk
+        slots = (batch, H, R, math.ceil(capacity * chunks) + 1, C)  # one open chunk
         memory = (batch, H, config.key_dim, config.value_dim)
         return ChunkRoutedState(
             length=jnp.zeros((batch,), jnp.int32),

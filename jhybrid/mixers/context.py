@@ -27,7 +27,7 @@ Report = dict[str, Array]  # statistics of one call; empty for mixers that decid
         "depth",
         "lower_bound",
     ),
-    meta_fields=(),
+    meta_fields=("decided",),
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Context:
@@ -46,6 +46,7 @@ class Context:
     softmax_bias: Float[Array, ""] | None = None  # of every router; None: as configured
     # decisions by chunk of the row; a model also takes them by block: [L, B, N, H]
     routes: Bool[Array, "B N H"] | None = None
+    decided: bool = False  # with a state: every row has read its prompt, which routes its heads
     depth: Float[Array, ""] | None = None  # blocks below this one, over all blocks
     lower_bound: Float[Array, "F"] | None = None  # of this mixer's forget gates, in [0, 1)
 

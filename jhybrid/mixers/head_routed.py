@@ -82,15 +82,22 @@ class HeadRouted(Softmax):
         mask = MASKS.get(config.route)
         self.mask = None if mask is None else mask(heads, model, rngs=rngs)
 
-    def initial_state(self, batch: int, max_length: int) -> HeadRoutedState:
-        return ops.initial_state(self.routed, batch, max_length, self.dtype)
+    def initial_state(
+        self, batch: int, max_length: int, kv_capacity: float | None = None
+    ) -> HeadRoutedState:
+        capacity = self.routed.kv_capacity if kv_capacity is None else kv_capacity
+        return ops.initial_state(self.routed, batch, max_length, self.dtype, capacity)
 
     def __call__(
         self, x: Float[Array, "B T D"], state: HeadRoutedState | None, context: Context
     ) -> tuple[Float[Array, "B T D"], HeadRoutedState | None, Report]:
         q, k, v = self.project(x)
         documents = self._documents(context)
-        decision, counted = self._decide(k, documents, context)
+        if state is not None and context.decided:
+            decision = routing.fixed(state.full[:, None].astype(jnp.float32), 0.5, mixes=False)
+            counted = jnp.ones((x.shape[0], 1), bool)
+        else:
+            decision, counted = self._decide(k, documents, context)
         q, k = self.rotate(q, context), self.rotate(k, context)
         if state is None:
             o = self._full(q, k, v, decision, documents, context)
@@ -111,13 +118,17 @@ class HeadRouted(Softmax):
         self, k: Float[Array, "B T G K"], documents: Int[Array, "B T"] | None, context: Context
     ) -> tuple[routing.Decision, Bool[Array, "B N"]]:
         """By document, N = 1 where rows are documents; and which of the N there are."""
-        pooled, counted = ops.boundary_means(
-            upcast(k),
-            context.router_tokens(),
-            documents,
-            block_size=self.routed.block_size,
-            pool_tokens=self.routed.pool_tokens,
-        )
+        pool = self.routed.pool_tokens
+        if documents is None and context.prompt is None:
+            pooled, counted = ops.row_means(k, context.counts(), pool_tokens=pool)
+        else:
+            pooled, counted = ops.boundary_means(
+                upcast(k),
+                context.router_tokens(),
+                documents,
+                block_size=self.routed.block_size,
+                pool_tokens=pool,
+            )
         rng, temperature = context.rng, context.temperature
         if self.router is None:
             weight = jnp.broadcast_to(self._weight(rng), pooled.shape[:3])

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jhybrid.config import HeadRoutedConfig
+from jhybrid.layers import upcast
 from jhybrid.mixers import head_cache
 from pallas_kernels import BlockMask, block_sparse_attention, xattention_select
 from pallas_kernels.array_types import Array, Bool, Float, Int, Shaped
@@ -38,10 +39,10 @@ Recent = tuple[Array, Array] | None
 
 
 def initial_state(
-    config: HeadRoutedConfig, batch: int, max_length: int, dtype: str
+    config: HeadRoutedConfig, batch: int, max_length: int, dtype: str, kv_capacity: float
 ) -> HeadRoutedState:
     G, K = config.attention.num_kv_heads, config.attention.head_dim
-    F = math.ceil(config.kv_capacity * G) if config.trims else G
+    F = math.ceil(kv_capacity * G) if config.trims else G
     W = (config.sink_blocks + config.local_blocks) * config.block_size
 
     def zeros(heads: int, slots: int) -> Array:
@@ -90,6 +91,27 @@ def boundary_means(
     weight = jnp.where(counted, ends, 0)[..., None, None]
     total = add(weight * k, documents)
     return total / jnp.maximum(2 * n, 1)[..., None, None], size > 0
+
+
+def row_means(
+    k: Float[Array, "B T G K"], counts: Int[Array, "B"], *, pool_tokens: int
+) -> tuple[Float[Array, "B 1 G K"], Bool[Array, "B 1"]]:
+    """`boundary_means` of rows that are documents, of their first `counts` tokens; fp32.
+
+    Reads no other keys than it averages: the work does not grow with T.
+    """
+    T = k.shape[1]
+    n = jnp.minimum(pool_tokens, counts)
+    step = jnp.arange(min(pool_tokens, T))
+
+    def total(start: Int[Array, "B"]) -> Float[Array, "B G K"]:
+        """Of n tokens from `start` on."""
+        place = jnp.clip(start[:, None] + step, 0, T - 1)
+        keys = upcast(jnp.take_along_axis(k, place[..., None, None], 1))
+        return jnp.sum(jnp.where((step < n[:, None])[..., None, None], keys, 0), 1)
+
+    both = total(jnp.zeros_like(counts)) + total(counts - n)
+    return (both / jnp.maximum(2 * n, 1)[:, None, None])[:, None], (counts > 0)[:, None]
 
 
 def by_query_block(
