@@ -9,9 +9,9 @@ from nothing to the last token's logits, `prefill` reads them into a decoding st
 for `train`, in the compute dtype.
 
 Routers with random weights decide at random, so the work is set instead: `--softmax-fraction` of
-the chunks of every head (of the heads of every row, where heads are routed), drawn at random, in
-`forward`, `prefill` and `decode`; in `train` the routers decide, and the fraction that they chose
-is reported. Times are medians by the host's clock, launches included.
+the chunks of every head (of the heads of all blocks together, where heads are routed), drawn at
+random, in `forward`, `prefill` and `decode`; in `train` the routers decide, and the fraction that
+they chose is reported. Times are medians by the host's clock, launches included.
 
 `--vary model.remat=none,block` times every config once with each of these settings.
 """
@@ -19,6 +19,7 @@ is reported. Times are medians by the host's clock, launches included.
 import argparse
 import dataclasses
 import functools
+import itertools
 import json
 import platform
 import statistics
@@ -35,7 +36,6 @@ from flax import nnx
 from jhybrid import commandline
 from jhybrid.commandline import cell
 from jhybrid.config import (
-    BlockConfig,
     ChunkRoutedConfig,
     Experiment,
     HeadRoutedConfig,
@@ -48,6 +48,7 @@ from jhybrid.mixers import Context, State
 from jhybrid.mixers.chunk_routed import ChunkRoutedState
 from jhybrid.mixers.head_routed_ops import HeadRoutedState
 from jhybrid.model import HybridLM, flops_per_token, parameter_count
+from jhybrid.parameters import flatten, matrix_paths, unflatten
 from jhybrid.sharding import make_mesh
 from jhybrid.training.metrics import model_flops_utilization
 from jhybrid.training.step import Program
@@ -119,24 +120,22 @@ def _train(row: Row, experiment: Experiment) -> Row:
         ms=ms,
         tokens_per_second=speed,
         mfu=model_flops_utilization(speed, flops, list(mesh.devices.flat)),
-        peak_bytes=_peak_bytes(step),
+        peak_bytes=peak_bytes(step),
     )
 
 
 def _infer(row: Row, experiment: Experiment, fraction: float) -> Row:
     B, T = row.rows, row.tokens
-    model = experiment.model
-    blocks = tuple(_with_room(block, fraction) for block in model.blocks)
-    config = dataclasses.replace(model, blocks=blocks, param_dtype=model.compute_dtype)
-    graphdef, weights = nnx.split(nnx.jit(lambda: HybridLM(config, rngs=nnx.Rngs(0)))())
+    config = with_room(experiment.model, fraction)
+    graphdef, weights = random_weights(config)
     tokens = jax.random.randint(jax.random.key(1), (B, T), 0, config.vocab_size)
     routes = random_routes(config, B, T, fraction)
     room = T
     if row.mode == "decode":
         room += DECODED * (DECODE_BATCHES + 1)
-        state = jax.jit(functools.partial(_state_after, graphdef, B, T, room))(weights, routes)
+        state = jax.jit(functools.partial(state_after, graphdef, B, T, room))(weights, routes)
         hidden = jnp.ones((B, config.dim), config.compute_dtype)
-        ms, step = _time_decoding(graphdef, weights, hidden, state, T)
+        ms, step = time_decoding(graphdef, weights, hidden, state, T)
     else:
         use = functools.partial(_read_whole if row.mode == "forward" else _read_pieces, graphdef)
         step = jax.jit(use).lower(weights, tokens, routes).compile()
@@ -144,52 +143,95 @@ def _infer(row: Row, experiment: Experiment, fraction: float) -> Row:
     report = memory(nnx.merge(graphdef, weights), room)
     return dataclasses.replace(
         row,
-        softmax_fraction=None if routes is None else float(jnp.mean(routes)),
+        softmax_fraction=routed_fraction(config, routes),
         ms=ms,
         tokens_per_second=1e3 * (B if row.mode == "decode" else B * T) / ms,
-        peak_bytes=_peak_bytes(step),
+        peak_bytes=peak_bytes(step),
         state_bytes=None
         if row.mode == "forward"
         else int(B * sum(r.row_bytes + room * r.cache_bytes_per_token for r in report)),
     )
 
 
-def _with_room(block: BlockConfig, fraction: float) -> BlockConfig:
-    """A routed block with room for the routes of the benchmark, and no more."""
-    match block.mixer:
-        case ChunkRoutedConfig() as mixer:
-            routed = dataclasses.replace(mixer, kv_capacity=fraction, kv_overflow="linear")
-        case HeadRoutedConfig() as mixer:
-            routed = dataclasses.replace(mixer, kv_capacity=fraction, kv_overflow="sparse")
-        case _:
-            return block
-    return dataclasses.replace(block, mixer=routed)
+def with_room(model: ModelConfig, fraction: float) -> ModelConfig:
+    """With room for the routes of the benchmark, and no more; weights in the compute dtype."""
+    blocks, full = [], iter(full_heads(model, fraction))
+    for block in model.blocks:
+        match mixer := block.mixer:
+            case ChunkRoutedConfig():
+                mixer = dataclasses.replace(mixer, kv_capacity=fraction, kv_overflow="linear")
+            case HeadRoutedConfig():
+                room = max(next(full), 1) / mixer.attention.num_kv_heads
+                mixer = dataclasses.replace(mixer, kv_capacity=room, kv_overflow="sparse")
+        blocks.append(dataclasses.replace(block, mixer=mixer))
+    return dataclasses.replace(model, blocks=tuple(blocks), param_dtype=model.compute_dtype)
+
+
+def full_heads(model: ModelConfig, fraction: float) -> list[int]:
+    """How many heads of each head-routed block are full: `fraction` of all, spread evenly."""
+    mixers = (block.mixer for block in model.blocks)
+    heads = [m.attention.num_kv_heads for m in mixers if isinstance(m, HeadRoutedConfig)]
+    ends = [round(fraction * total) for total in itertools.accumulate(heads)]
+    return [end - start for start, end in itertools.pairwise([0, *ends])]
+
+
+def random_weights(config: ModelConfig) -> tuple[nnx.GraphDef, nnx.State]:
+    """Normal matrices of standard deviation 1 / sqrt(inputs), all else ones.
+
+    One small program for each shape: the initialisers of a whole model compile for minutes.
+    """
+    graphdef, template = nnx.split(nnx.eval_shape(lambda: HybridLM(config, rngs=nnx.Rngs(0))))
+    matrices = matrix_paths(template)
+
+    @functools.partial(jax.jit, static_argnums=(1, 2))
+    def draw(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
+        return jax.random.normal(key, shape, dtype) * shape[-2] ** -0.5
+
+    leaves = {}
+    for i, (path, leaf) in enumerate(flatten(template).items()):
+        key = jax.random.key(i, impl="rbg")
+        drawn = path in matrices
+        leaves[path] = draw(key, leaf.shape, leaf.dtype) if drawn else jnp.ones_like(leaf)
+    return graphdef, unflatten(template, leaves)
 
 
 def random_routes(
     config: ModelConfig, B: int, T: int, fraction: float
-) -> Bool[Array, "B N H"] | None:
-    """Decisions for every routed block: round(fraction N) chunks of each head of chunk-routed
-    blocks, or round(fraction G) heads of each row of head-routed ones. None without such blocks.
+) -> Bool[Array, "*L B N H"] | None:
+    """Decisions: for all chunk-routed blocks round(fraction N) chunks of each head, or for each
+    block `full_heads` of the heads of every row. None without such blocks.
 
     Raises UserError where one array cannot serve all of the model's routed blocks.
     """
-    shapes = set()
-    for block in config.blocks:
-        match block.mixer:
-            case ChunkRoutedConfig() as mixer:
-                shapes.add((-(-T // mixer.chunk_size), mixer.num_heads, 1))
-            case HeadRoutedConfig() as mixer:
-                shapes.add((1, mixer.attention.num_kv_heads, 2))
-    if not shapes:
-        return None
-    if len(shapes) > 1:
+    L, mixers = len(config.blocks), [block.mixer for block in config.blocks]
+    chunked = {
+        (-(-T // mixer.chunk_size), mixer.num_heads)
+        for mixer in mixers
+        if isinstance(mixer, ChunkRoutedConfig)
+    }
+    routed = [isinstance(mixer, HeadRoutedConfig) for mixer in mixers]
+    heads = {m.attention.num_kv_heads for m in mixers if isinstance(m, HeadRoutedConfig)}
+    if len(chunked) + len(heads) > 1:
         raise UserError("model.blocks: routed blocks of different shapes cannot be benchmarked")
-    chunks, heads, axis = shapes.pop()
-    ranks = jnp.arange((chunks, heads)[axis - 1]).reshape((1, -1, 1) if axis == 1 else (1, 1, -1))
-    ranks = jnp.broadcast_to(ranks, (B, chunks, heads))
-    ranks = jax.random.permutation(jax.random.key(2), ranks, axis, independent=True)
-    return ranks < round(fraction * ranks.shape[axis])
+    draw = functools.partial(jax.random.permutation, jax.random.key(2), independent=True)
+    if chunked:
+        N, H = chunked.pop()
+        ranks = jnp.broadcast_to(jnp.arange(N)[:, None], (B, N, H))
+        return draw(ranks, axis=1) < round(fraction * N)
+    if heads:
+        full = iter(full_heads(config, fraction))
+        counts = jnp.asarray([next(full) if here else 0 for here in routed])
+        ranks = jnp.broadcast_to(jnp.arange(G := heads.pop()), (L, B, 1, G))
+        return draw(ranks, axis=3) < counts[:, None, None, None]
+    return None
+
+
+def routed_fraction(config: ModelConfig, routes: Bool[Array, "*L B N H"] | None) -> float | None:
+    """The share of True among the decisions of routed blocks."""
+    if routes is None or routes.ndim == 3:
+        return None if routes is None else float(jnp.mean(routes))
+    routed = [isinstance(block.mixer, HeadRoutedConfig) for block in config.blocks]
+    return float(jnp.mean(routes[np.asarray(routed)]))
 
 
 def _read_whole(graphdef, weights, tokens, routes) -> Array:
@@ -208,23 +250,24 @@ def _read_pieces(graphdef, weights, tokens, routes) -> tuple[Array, Any]:
     return prefill(model, tokens, lengths, state, piece, routes=routes)
 
 
-def _state_after(graphdef, B: int, T: int, room: int, weights, routes) -> tuple[State, ...]:
+def state_after(graphdef, B: int, T: int, room: int, weights, routes) -> tuple[State, ...]:
     """States that have read T tokens as `routes` say; the work does not depend on what was read."""
     length = jnp.full((B,), T, jnp.int32)
 
-    def fill(state: State) -> State:
+    def fill(block: int, state: State) -> State:
         match state:
             case ChunkRoutedState():
                 return state._replace(length=length, kept=routes.sum(1, dtype=jnp.int32))
             case HeadRoutedState():
-                return state._replace(length=length, full=routes[:, 0])
+                return state._replace(length=length, full=routes[block][:, 0])
             case _:
                 return state._replace(length=length)
 
-    return tuple(fill(state) for state in nnx.merge(graphdef, weights).initial_state(B, room))
+    states = nnx.merge(graphdef, weights).initial_state(B, room)
+    return tuple(fill(block, state) for block, state in enumerate(states))
 
 
-def _time_decoding(graphdef, weights, hidden, state, length: int) -> tuple[float, Any]:
+def time_decoding(graphdef, weights, hidden, state, length: int) -> tuple[float, Any]:
     """Milliseconds per token of all rows: median over batches of tokens decoded in one program."""
 
     def advance(weights, hidden, state, length):
@@ -251,7 +294,7 @@ def _time_decoding(graphdef, weights, hidden, state, length: int) -> tuple[float
     return 1e3 * statistics.median(times[1:]) / DECODED, step  # the first warms up
 
 
-def _peak_bytes(compiled) -> int | None:
+def peak_bytes(compiled) -> int | None:
     found = compiled.memory_analysis()
     if found is None:
         return None

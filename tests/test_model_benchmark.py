@@ -37,8 +37,8 @@ def test_every_head_keeps_the_asked_fraction_of_chunks(fraction):
 
 def test_every_row_keeps_the_asked_fraction_of_heads():
     routes = benchmark.random_routes(with_mixers(HEAD_ROUTED), 5, 64, 0.75)
-    assert routes is not None and routes.shape == (5, 1, 4)
-    np.testing.assert_array_equal(routes.sum(2), 3)
+    assert routes is not None and routes.shape == (1, 5, 1, 4)
+    np.testing.assert_array_equal(routes.sum(3), 3)
 
 
 def test_models_without_routers_have_no_routes_and_two_kinds_of_them_are_refused():
