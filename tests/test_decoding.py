@@ -10,9 +10,12 @@ import pytest
 from flax import nnx
 from tiny_models import LINEAR, ROUTED, SOFTMAX, VOCAB, build, tiny, tokens
 
-from jhybrid import decoding
+from configs import nats_l_hybrid_380m
+from jhybrid import benchmark, decoding
+from jhybrid.config import ChunkRoutedConfig
 from jhybrid.errors import UserError
 from jhybrid.memory import memory
+from jhybrid.mixers.head_cache import PAGE_TOKENS
 from jhybrid.model import Context, HybridLM
 from jhybrid.sampling import Sampling
 
@@ -151,6 +154,54 @@ def test_memory_tells_what_rows_and_tokens_take():
     assert softmax.used_bytes_per_token == 2 * (8 + 8) * 4
     assert 0 < routed.cached_fraction < 1
     assert routed.used_bytes_per_token == pytest.approx(routed.cached_fraction * every_token)
+
+
+def test_a_step_reads_no_page_behind_the_newest_token_of_a_head():
+    """Any of the NaNs there would reach the output if it were read, whatever its weight."""
+    model = build(tiny(SOFTMAX, ROUTED))
+    graphdef, weights = nnx.split(model)
+    length = jnp.array([70, 130])
+    softmax, routed = (s._replace(length=length) for s in model.initial_state(2, 4 * PAGE_TOKENS))
+    routed = routed._replace(kept=jnp.array([[7, 3], [8, 0]]))
+    open_page, open_slot = (length // PAGE_TOKENS)[:, None], routed.kept[:, :, None]
+
+    @jax.jit
+    def step(weights, state):
+        context = Context(positions=length[:, None])
+        return nnx.merge(graphdef, weights)(jnp.zeros((2, 1), jnp.int32), context, state).hidden
+
+    def spoil_page(cache):  # [B, G, S, K]
+        behind = jnp.arange(cache.shape[2]) // PAGE_TOKENS > open_page
+        assert behind.any(1).all()
+        return jnp.where(behind[:, None, :, None], jnp.nan, cache)
+
+    def spoil_slot(cache):  # [B, H, R, M, C, K]
+        behind = jnp.arange(cache.shape[3]) > open_slot
+        return jnp.where(behind[:, :, None, :, None, None], jnp.nan, cache)
+
+    spoiled = (
+        softmax._replace(keys=spoil_page(softmax.keys), values=spoil_page(softmax.values)),
+        routed._replace(keys=spoil_slot(routed.keys), values=spoil_slot(routed.values)),
+    )
+    np.testing.assert_array_equal(step(weights, spoiled), step(weights, (softmax, routed)))
+
+
+def abstract(config):
+    return nnx.eval_shape(lambda: HybridLM(config, rngs=nnx.Rngs(0)))
+
+
+def test_keys_and_values_take_the_kept_fraction_of_what_softmax_layers_take():
+    """At 128K tokens, of the published hybrid: at most a tenth more than the fraction itself."""
+    config = nats_l_hybrid_380m.config().model
+    for fraction in (0.25, 0.1):
+        limited = benchmark.with_room(config, fraction)
+        report = memory(abstract(limited), 131_072)
+        mixers = [block.mixer for block in limited.blocks]
+        own = [2 * m.num_heads * (m.key_dim + m.value_dim) for m in mixers]
+        for mixer, found, every_token in zip(mixers, report, own, strict=True):
+            routed = isinstance(mixer, ChunkRoutedConfig)
+            assert found.cache_bytes_per_token <= 1.1 * fraction * every_token * routed
+            assert found.cache_bytes_per_token >= fraction * every_token * routed
 
 
 @pytest.mark.parametrize("mixer", [SOFTMAX, ROUTED], ids=["softmax", "chunk_routed"])

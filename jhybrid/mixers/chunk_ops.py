@@ -211,7 +211,8 @@ def attend_open(
 ) -> tuple[Float[Array, "B 1 Ha V"], Float[Array, "B H R M C K"], Float[Array, "B H R M C V"]]:
     """One token per row: token `offset` of the open chunk, which lies in slot `kept`.
 
-    In the order of slots this is plain causal attention, at a position of its own per head.
+    In the order of slots this is plain causal attention, at a position of its own per head; slots
+    behind the open one are not read.
     """
     B, H, R, M, C, _ = keys.shape
     slot = jnp.where(active[:, None], kept, M)
@@ -222,14 +223,8 @@ def attend_open(
     keys = write(keys, slot, places, k.reshape(B, H, R, -1))
     values = write(values, slot, places, v.reshape(B, H, R, -1))
     position = jnp.broadcast_to((kept * C + offset[:, None])[..., None], (B, H, R))
-    o, _ = head_cache.attend(
-        q,
-        _slots(keys),
-        _slots(values),
-        BlockMask.causal(),
-        position.reshape(B, H * R),
-        **kernel,
-    )
+    position = position.reshape(B, H * R)
+    o = head_cache.attend_newest(q, _slots(keys), _slots(values), position, **kernel)
     return o, keys, values
 
 

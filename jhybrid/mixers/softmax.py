@@ -53,7 +53,8 @@ class Softmax(nnx.Module):
         self.k_norm = norm()
 
     def initial_state(self, batch: int, max_length: int) -> SoftmaxState:
-        shape = (batch, self.config.num_kv_heads, max_length, self.config.head_dim)
+        room = head_cache.whole_pages(max_length)
+        shape = (batch, self.config.num_kv_heads, room, self.config.head_dim)
         keys, values = jnp.zeros(shape, self.dtype), jnp.zeros(shape, self.dtype)
         return SoftmaxState(jnp.zeros((batch,), jnp.int32), keys, values)
 
@@ -116,6 +117,7 @@ def _extend_and_attend(
     values: Float[Array, "B G S K"],
     length: Int[Array, "B"],
     counts: Int[Array, "B"],
+    window: int | None,
     **kernel,
 ) -> tuple[Float[Array, "B T H K"], Float[Array, "B G S K"], Float[Array, "B G S K"]]:
     """Writes each row's `counts` new keys at its own length, then attends over the whole cache."""
@@ -125,5 +127,7 @@ def _extend_and_attend(
     keys = write(keys, place, jnp.moveaxis(k, 1, 2))
     values = write(values, place, jnp.moveaxis(v, 1, 2))
     offset = jnp.broadcast_to(length[:, None], keys.shape[:2])
-    o, _ = head_cache.attend(q, keys, values, BlockMask.causal(), offset, **kernel)
+    if q.shape[1] == 1 and window is None:
+        return head_cache.attend_newest(q, keys, values, offset, **kernel), keys, values
+    o, _ = head_cache.attend(q, keys, values, BlockMask.causal(), offset, window=window, **kernel)
     return o, keys, values
