@@ -7,7 +7,7 @@ gets the initial state or returns the final one: plain rows are what all can do.
 import functools
 import importlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -35,14 +35,14 @@ def exact(arguments: dict) -> jax.Array:
 
 
 class Jax:
-    """attend(q, k, v, g, beta) -> o, compiled by JAX, and its gradients for do."""
+    """attend(q, k, v, g, beta) -> o, compiled by JAX, and its gradients for do; or of `names`."""
 
-    def __init__(self, attend: Callable):
+    def __init__(self, attend: Callable, names: Sequence[str] = _NAMES):
         def forward_backward(arguments, do):
-            o, pullback = jax.vjp(attend, *(arguments[x] for x in _NAMES))
+            o, pullback = jax.vjp(attend, *(arguments[x] for x in names))
             return o, pullback(do)
 
-        self.forward = jax.jit(lambda arguments: attend(*(arguments[x] for x in _NAMES)))
+        self.forward = jax.jit(lambda arguments: attend(*(arguments[x] for x in names)))
         self.forward_backward = jax.jit(forward_backward)
 
 
@@ -62,10 +62,10 @@ class _Pending:
 
 
 class Torch:
-    """attend(q, k, v, g, beta) -> o on PyTorch's tensors, and its gradients for do."""
+    """The same on PyTorch's tensors."""
 
-    def __init__(self, attend: Callable):
-        self._attend = attend
+    def __init__(self, attend: Callable, names: Sequence[str] = _NAMES):
+        self._attend, self._names = attend, names
         self._given: Any = None
 
     def _tensors(self, arguments: dict) -> list:
@@ -73,7 +73,8 @@ class Torch:
         if self._given is None or self._given[0] is not arguments:
             torch = importlib.import_module("torch")
             jax.block_until_ready(arguments)
-            tensors = [torch.from_dlpack(arguments[x]).clone().requires_grad_() for x in _NAMES]
+            copies = (torch.from_dlpack(arguments[x]).clone() for x in self._names)
+            tensors = [copy.requires_grad_() for copy in copies]
             self._given = arguments, tensors
         return self._given[1]
 

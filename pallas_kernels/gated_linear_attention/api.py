@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import checks, dispatch
 from pallas_kernels.array_types import Array, Float, Int
-from pallas_kernels.gated_linear_attention import pallas_tpu, reference, xla
+from pallas_kernels.gated_linear_attention import pallas_gpu, pallas_tpu, reference, xla
 
 SHAPES = {
     "q": "B T Hk K",
@@ -104,4 +104,7 @@ IMPLEMENTATIONS: dispatch.Table = {
     "reference": dispatch.Candidate(reference.gated_linear_attention),
     "xla": dispatch.Candidate(xla.gated_linear_attention),
     "pallas_tpu": dispatch.Candidate(pallas_tpu.gated_linear_attention, pallas_tpu.unsupported),
+    "pallas_gpu": dispatch.Candidate(
+        pallas_gpu.gated_linear_attention, pallas_gpu.unsupported, slower=pallas_gpu.only_by_name
+    ),
 }

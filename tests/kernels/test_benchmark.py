@@ -8,12 +8,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import BlockMask, benchmark, gated_delta_rule
+from pallas_kernels import BlockMask, benchmark, gated_delta_rule, gated_linear_attention
 from pallas_kernels.block_sparse_attention import gpu_parts, gpu_peers
 from pallas_kernels.block_sparse_attention import pallas_gpu_plan as planning
 from pallas_kernels.block_sparse_attention.cases import Case
 from pallas_kernels.gated_delta_rule import gpu_peers as rule_peers
 from pallas_kernels.gated_delta_rule.cases import BY_NAME, accepted
+from pallas_kernels.gated_linear_attention import gpu_peers as gated_peers
+from pallas_kernels.gated_linear_attention.cases import BY_NAME as GATED
 
 CASE = BY_NAME["one-token"]
 
@@ -89,6 +91,25 @@ def test_peers_of_the_delta_rule_are_checked_and_those_not_installed_are_named(m
     assert absent.note == "no_such_package is not installed"
 
 
+@pytest.mark.parametrize("rule", ["gla", "rwkv6", "kda"])
+def test_peers_of_gated_linear_attention_are_checked_on_the_arguments_of_the_rule(
+    rule, monkeypatch
+):
+    def attend(q, k, v, g, *gates):
+        named = dict(zip(gated_peers._names(case)[4:], gates, strict=True))
+        return gated_linear_attention(q, k, v, g, **named, implementation="xla")[0]
+
+    case = GATED[f"{rule}-T65"]
+    ours = gated_peers.Jax(attend, gated_peers._names(case))
+    monkeypatch.setattr(gated_peers, "PEERS", {"ours": lambda case: (ours, None)})
+    row = benchmark.measure_peer("ours", gated_peers, case, "bfloat16", 32)
+    assert row.closeness_outputs <= 5e-3 and row.forward_backward_ms > 0
+    absent = gated_peers._peer("no_such_package.ops", (rule,), lambda ops, case: None)
+    assert absent(case) == (None, "no_such_package is not installed")
+    other = gated_peers._peer("pallas_kernels.work", ("other",), lambda ops, case: None)
+    assert other(case) == (None, f"has kernels for other, not {rule}")
+
+
 def test_a_step_is_timed_with_the_state_it_carries_and_rated_by_bytes():
     arguments = ["--op", "gated_delta_step", "--case", "small", "--no-memory"]
     (row,) = benchmark.main([*arguments, "--implementation", "xla"])
@@ -117,8 +138,8 @@ def test_work_over_time_stands_beside_the_times():
 def test_an_op_without_peers_or_parts_says_so(capsys):
     for wanted in ("--peers", "--parts"):
         with pytest.raises(SystemExit):
-            benchmark.main(["--op", "gated_linear_attention", wanted])
-        assert f"{wanted}: gated_linear_attention has none" in capsys.readouterr().err
+            benchmark.main(["--op", "simple_linear_attention", wanted])
+        assert f"{wanted}: simple_linear_attention has none" in capsys.readouterr().err
 
 
 def test_every_variant_of_a_kernel_differs_from_the_default():
