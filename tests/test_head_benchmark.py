@@ -64,6 +64,7 @@ def test_heads_are_shared_out_over_all_blocks():
     np.testing.assert_allclose(rooms, np.maximum(counts, 1))
 
 
+@pytest.mark.slow
 def test_the_command_times_every_part(run_command, tmp_path, monkeypatch):
     def once(run):
         jax.block_until_ready(run())

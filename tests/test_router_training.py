@@ -14,7 +14,7 @@ from flax import nnx
 
 import eval as evaluation
 import train
-from jhybrid import routing_report
+from jhybrid import head_gains, head_masks, routing_report
 from jhybrid.checkpoint import load_model
 from jhybrid.config import DataConfig, GeneratedTask
 from jhybrid.convert.gguf_llama import from_gguf
@@ -225,3 +225,54 @@ def test_tasks_and_targets_must_be_the_same():
     data = DataConfig(tasks=("lead",), sources=(source,), batch_size=5)
     with pytest.raises(UserError, match=r"sparsity\.targets: .* must be the tasks of data\.tasks"):
         dataclasses.replace(recipe, data=data)
+
+
+def test_gains_of_heads_are_slopes_and_become_static_masks(backbone, run_command, tmp_path):
+    out = tmp_path / "masks"
+    code, printed, err = run_command(
+        head_gains,
+        *("--config", tiny_elastic.__file__, "--tasks", "lead,copy_code", "--documents", "2"),
+        *("--set", f"training.init_from={backbone}", "--set", f"data.tokenizer={backbone}"),
+        *("--out", out, "--json", tmp_path / "gains.json"),
+    )
+    assert (code, err) == (0, "") and "4: copy_code: loss" in printed and "needle" not in printed
+    gains = json.loads((tmp_path / "gains.json").read_text())
+    assert list(gains) == [f"blocks.{i}.mixer" for i in range(gguf_cases.DEPTH)]
+    order = np.argsort([value for values in gains.values() for value in values])
+
+    stored = parameters(out)
+    (path,) = (path for path in stored if path.endswith(head_gains.MASK))
+    np.testing.assert_array_equal(np.argsort(np.ravel(stored[path])), order)
+    np.testing.assert_allclose(np.sort(np.ravel(stored[path])), np.linspace(0, 1, len(order)))
+    for name, value in parameters(backbone).items():
+        np.testing.assert_array_equal(stored[name], value, err_msg=name)
+    half = head_masks.threshold(np.ravel(stored[path]), 0.5)
+    assert half.sparse == 0.5
+
+    masked = head_gains.Masked(at(backbone))
+    source = masked.experiment.data.sources[3]
+    batch = next(
+        train_batches(dataclasses.replace(masked.experiment.data, sources=(source,), batch_size=1))
+    )
+    _, found = masked.gains(source, 1)
+    step = 0.25
+    weights = np.full(stored[path].shape, 0.5, np.float32)
+    losses = []
+    for w in (0.5 - step, 0.5 + step):
+        weights[1, 0] = w
+        losses.append(float(masked.gradient({path: jnp.asarray(weights)}, masked.params, batch)[0]))
+    slope = (losses[0] - losses[1]) / (2 * step)
+    assert found[path][1, 0] == pytest.approx(slope, rel=0.05, abs=2e-3)
+
+
+def test_heads_cannot_be_ranked_without_a_backbone(run_command, tmp_path, backbone):
+    common = ("--config", tiny_elastic.__file__, "--out", tmp_path / "masks")
+    for more, message in (
+        (("--tasks", "chess"), "--tasks chess: no source"),
+        (("--set", "training.init_from=nowhere"), "nowhere: neither a run's workdir"),
+        (("--set", "training.init_from=None"), "training.init_from must name a backbone"),
+    ):
+        code, _, err = run_command(head_gains, *common, *more)
+        assert code == 2 and message in err and err.count("\n") == 1
+    code, _, err = run_command(head_gains, "--config", tiny_elastic.__file__, "--out", backbone)
+    assert code == 2 and "already exists" in err
