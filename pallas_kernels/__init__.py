@@ -2,6 +2,9 @@
 
 from pallas_kernels.block_sparse_attention import BlockMask as BlockMask
 from pallas_kernels.block_sparse_attention import block_sparse_attention as block_sparse_attention
+from pallas_kernels.block_sparse_attention import (
+    block_sparse_attention_output as block_sparse_attention_output,
+)
 from pallas_kernels.block_sparse_attention import xattention_select as xattention_select
 from pallas_kernels.decode_attention import decode_attention as decode_attention
 from pallas_kernels.gated_delta_rule import StretchMap as StretchMap

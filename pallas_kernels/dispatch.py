@@ -13,13 +13,14 @@ from typing import Any, Literal
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-Implementation = Literal["auto", "reference", "xla", "pallas_tpu", "pallas_gpu"]
+Implementation = Literal["auto", "reference", "xla", "pallas_tpu", "pallas_gpu", "cudnn", "splash"]
 
 PREFERENCE: Mapping[str, tuple[str, ...]] = {
-    "tpu": ("pallas_tpu", "xla"),
-    "gpu": ("pallas_gpu", "xla"),
+    "tpu": ("splash", "pallas_tpu", "xla"),
+    "gpu": ("cudnn", "pallas_gpu", "xla"),
     "cpu": ("xla",),
 }
+LIBRARIES = ("cudnn", "splash")  # kernels of others, for the ops that list them
 
 # Name, for policies of jax.checkpoint, of what a backward pass needs besides its op's arguments.
 KEPT = "kept_by_op"
@@ -91,6 +92,8 @@ def choose(table: Table, implementation: Implementation, problem: Any, target: T
         return Choice(implementation, ())
     skipped: list[tuple[str, str]] = []
     for name in PREFERENCE[target.platform]:
+        if name not in table and name in LIBRARIES:
+            continue
         if name not in table:
             skipped.append((name, "not written yet"))
             continue

@@ -12,7 +12,7 @@ from jhybrid.layers import Linear, RMSNorm, rotate
 from jhybrid.mixers import head_cache
 from jhybrid.mixers.context import Context, Report
 from jhybrid.sharding import shard_op
-from pallas_kernels import BlockMask, block_sparse_attention
+from pallas_kernels import BlockMask, block_sparse_attention_output
 from pallas_kernels.array_types import Array, Float, Int
 
 
@@ -106,7 +106,7 @@ def _attend(
     **kernel,
 ) -> Float[Array, "B T H K"]:
     mask = BlockMask.causal()
-    return block_sparse_attention(q, k, v, mask, segment_ids=segment_ids, **kernel)[0]
+    return block_sparse_attention_output(q, k, v, mask, segment_ids=segment_ids, **kernel)
 
 
 def _extend_and_attend(

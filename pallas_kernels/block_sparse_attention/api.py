@@ -1,12 +1,19 @@
 """Public block-sparse attention: the contract, its checks, and the implementation table."""
 
 import dataclasses
+from typing import Any, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.array_types import Array, Float, Int
-from pallas_kernels.block_sparse_attention import pallas_gpu, pallas_tpu, reference, xla
+from pallas_kernels.block_sparse_attention import (
+    libraries,
+    pallas_gpu,
+    pallas_tpu,
+    reference,
+    xla,
+)
 from pallas_kernels.block_sparse_attention.block_mask import BlockMask, Chunks
 from pallas_kernels.dispatch import Candidate, Implementation, Table, resolve
 
@@ -66,27 +73,8 @@ def block_sparse_attention(
       window: number of latest keys a query may see, its own included.
       implementation: see `IMPLEMENTATIONS`.
     """
-    _check_tensors(q, k, v)
-    _check_mask(q, k, mask, block_bias)
-    _check_options(q, k, scale, q_offset, segment_ids, kv_segment_ids, window, softcap)
-    problem = Problem(
-        q=jax.ShapeDtypeStruct(q.shape, q.dtype),
-        k=jax.ShapeDtypeStruct(k.shape, k.dtype),
-        v=jax.ShapeDtypeStruct(v.shape, v.dtype),
-        mask=jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), mask),
-        block_bias=block_bias is not None,
-        q_offset=q_offset is not None,
-        segment_ids=segment_ids is not None,
-        window=window,
-        softcap=softcap,
-    )
-    candidate = resolve("block_sparse_attention", IMPLEMENTATIONS, implementation, problem)
-    return candidate.run(
-        q,
-        k,
-        v,
-        mask,
-        scale=q.shape[-1] ** -0.5 if scale is None else scale,
+    options = Options(
+        scale=scale,
         block_bias=block_bias,
         q_offset=q_offset,
         segment_ids=segment_ids,
@@ -94,6 +82,64 @@ def block_sparse_attention(
         window=window,
         softcap=softcap,
     )
+    op = "block_sparse_attention", IMPLEMENTATIONS, implementation
+    return _run(*op, q, k, v, mask, options)
+
+
+class Options(TypedDict, total=False):
+    """What `block_sparse_attention` takes by name, and says of it."""
+
+    scale: float | None
+    block_bias: Float[Array, "B R N"] | None
+    q_offset: int | Int[Array, "*B"] | None
+    segment_ids: Int[Array, "B T"] | None
+    kv_segment_ids: Int[Array, "B S"] | None
+    window: int | None
+    softcap: float | None
+
+
+def block_sparse_attention_output(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B S G K"],
+    v: Float[Array, "B S G V"],
+    mask: BlockMask,
+    *,
+    implementation: Implementation = "auto",
+    **options: Unpack[Options],
+) -> Float[Array, "B T H V"]:
+    """o of `block_sparse_attention`, whose arguments these are, where nobody asks for lse.
+
+    Kernels that cannot give lse with a gradient may then run: `auto` takes cuDNN on H100 and H200
+    and splash attention on TPUs for the whole causal rows that they take (`libraries.py`).
+    """
+    op = "block_sparse_attention_output", OUTPUT_IMPLEMENTATIONS, implementation
+    return _run(*op, q, k, v, mask, options)
+
+
+def _run(
+    op: str, table: Table, implementation: Implementation, q, k, v, mask, options: Options
+) -> Any:
+    """Checks, chooses and runs."""
+    if unknown := sorted(set(options) - set(Options.__annotations__)):
+        raise TypeError(f"{op} has no option {unknown[0]!r}")
+    given: dict[str, Any] = {name: options.get(name) for name in Options.__annotations__}
+    _check_tensors(q, k, v)
+    _check_mask(q, k, mask, given["block_bias"])
+    others = {name: x for name, x in given.items() if name != "block_bias"}
+    _check_options(q, k, **others)
+    problem = Problem(
+        q=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        k=jax.ShapeDtypeStruct(k.shape, k.dtype),
+        v=jax.ShapeDtypeStruct(v.shape, v.dtype),
+        mask=jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), mask),
+        block_bias=given["block_bias"] is not None,
+        q_offset=given["q_offset"] is not None,
+        segment_ids=given["segment_ids"] is not None,
+        window=given["window"],
+        softcap=given["softcap"],
+    )
+    given["scale"] = q.shape[-1] ** -0.5 if given["scale"] is None else given["scale"]
+    return resolve(op, table, implementation, problem).run(q, k, v, mask, **given)
 
 
 def _check_tensors(q: Array, k: Array, v: Array) -> None:
@@ -199,4 +245,15 @@ IMPLEMENTATIONS: Table = {
         pallas_gpu.slower,
         names_kept=True,
     ),
+}
+
+
+def _output_alone(candidate: Candidate) -> Candidate:
+    return dataclasses.replace(candidate, run=lambda *x, **options: candidate.run(*x, **options)[0])
+
+
+OUTPUT_IMPLEMENTATIONS: Table = {
+    **{name: _output_alone(candidate) for name, candidate in IMPLEMENTATIONS.items()},
+    "cudnn": Candidate(libraries.cudnn, libraries.cudnn_unsupported),
+    "splash": Candidate(libraries.splash, libraries.splash_unsupported),
 }
