@@ -11,8 +11,10 @@ for `train`, in the compute dtype.
 Routers with random weights decide at random, so the work is set instead: `--softmax-fraction` of
 the chunks of every head (of the heads of all blocks together, where heads are routed), drawn at
 random, in `forward`, `prefill` and `decode`; in `train` the routers decide, and the fraction that
-they chose is reported. Times are medians by the host's clock, launches included.
+they chose is reported. With several fractions routed models are timed at each. Times are medians
+by the host's clock, launches included.
 
+`--decode mostx131072` takes as many rows as all of the models have room for, a power of two.
 `--vary model.remat=none,block` times every config once with each of these settings.
 """
 
@@ -21,6 +23,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import math
 import platform
 import statistics
 import time
@@ -50,6 +53,7 @@ from jhybrid.mixers.head_routed_ops import HeadRoutedState
 from jhybrid.model import HybridLM, flops_per_token, parameter_count
 from jhybrid.parameters import flatten, matrix_paths, unflatten
 from jhybrid.sharding import make_mesh
+from jhybrid.softmax_budget import parse_fractions
 from jhybrid.training.metrics import model_flops_utilization
 from jhybrid.training.step import Program
 from pallas_kernels.array_types import Array, Bool
@@ -101,7 +105,8 @@ def _train(row: Row, experiment: Experiment) -> Row:
         positions = np.broadcast_to(np.arange(T, dtype=np.int32), (B, T))
         batch = {"tokens": tokens, "targets": np.roll(tokens, -1, 1), "positions": positions}
         batch = program.put_whole_batch(batch | {"segment_ids": np.zeros_like(tokens)})
-        carry = [program.init(np.asarray([0, 0], np.uint32)), None]
+        weights = flatten(random_weights(experiment.model)[1])
+        carry = [program.init(np.asarray([0, 0], np.uint32), weights), None]
         step = program.train_step.lower(carry[0], batch).compile()
 
         def run() -> Any:
@@ -132,7 +137,7 @@ def _infer(row: Row, experiment: Experiment, fraction: float) -> Row:
     routes = random_routes(config, B, T, fraction)
     room = T
     if row.mode == "decode":
-        room += DECODED * (DECODE_BATCHES + 1)
+        room += decoded_tokens()
         state = jax.jit(functools.partial(state_after, graphdef, B, T, room))(weights, routes)
         hidden = jnp.ones((B, config.dim), config.compute_dtype)
         ms, step = time_decoding(graphdef, weights, hidden, state, T)
@@ -140,17 +145,43 @@ def _infer(row: Row, experiment: Experiment, fraction: float) -> Row:
         use = functools.partial(_read_whole if row.mode == "forward" else _read_pieces, graphdef)
         step = jax.jit(use).lower(weights, tokens, routes).compile()
         ms = median_ms(lambda: step(weights, tokens, routes))
-    report = memory(nnx.merge(graphdef, weights), room)
+    held = state_bytes(nnx.merge(graphdef, weights), room)
     return dataclasses.replace(
         row,
         softmax_fraction=routed_fraction(config, routes),
         ms=ms,
         tokens_per_second=1e3 * (B if row.mode == "decode" else B * T) / ms,
         peak_bytes=peak_bytes(step),
-        state_bytes=None
-        if row.mode == "forward"
-        else int(B * sum(r.row_bytes + room * r.cache_bytes_per_token for r in report)),
+        state_bytes=None if row.mode == "forward" else int(B * held),
     )
+
+
+def decoded_tokens() -> int:
+    return DECODED * (DECODE_BATCHES + 1)  # one batch warms up
+
+
+def state_bytes(model: HybridLM, room: int) -> float:
+    """Of one row of `room` tokens."""
+    return sum(r.row_bytes + room * r.cache_bytes_per_token for r in memory(model, room))
+
+
+def most_rows(models: Sequence[tuple[ModelConfig, float]], tokens: int, available: int) -> int:
+    """The largest power of two of rows of `tokens` tokens whose states, and weights, fit with a
+    tenth of the memory left, in every model at its softmax fraction.
+
+    Raises UserError where not one does.
+    """
+    rows = math.inf
+    for model, fraction in models:
+        config = with_room(model, fraction)
+        abstract = nnx.eval_shape(lambda config=config: HybridLM(config, rngs=nnx.Rngs(0)))
+        weights = parameter_count(config) * jnp.dtype(config.param_dtype).itemsize
+        rows = min(
+            rows, (0.9 * available - weights) / state_bytes(abstract, tokens + decoded_tokens())
+        )
+    if rows < 1:
+        raise UserError(f"--decode mostx{tokens}: not one row has room in {available} bytes")
+    return 2 ** int(math.log2(rows))
 
 
 def with_room(model: ModelConfig, fraction: float) -> ModelConfig:
@@ -312,14 +343,16 @@ def table(rows: Sequence[Row]) -> str:
         lines.append(
             f"{row.name:<24} {row.mode:<8} {shape:>10} {cell(row.softmax_fraction, '8.3f')} "
             f"{cell(row.ms, '10.3f')} {cell(row.tokens_per_second, '11.0f')} "
-            f"{cell(row.mfu, '6.3f')} {cell(_over(row.peak_bytes, 2**30), '9.2f')} "
-            f"{cell(_over(row.state_bytes, 2**20), '10.1f')} {row.note}".rstrip()
+            f"{cell(row.mfu, '6.3f')} {cell(row.peak_bytes and row.peak_bytes / 2**30, '9.2f')} "
+            f"{cell(row.state_bytes and row.state_bytes / 2**20, '10.1f')} {row.note}".rstrip()
         )
     return "\n".join(lines)
 
 
-def _over(value: int | None, unit: int) -> float | None:
-    return None if value is None else value / unit
+def shape_or_most(text: str) -> tuple[int | None, int]:
+    """`parse_shape`, or None for "most" rows."""
+    most, cross, tokens = text.partition("mostx")
+    return (None, commandline.positive(tokens)) if cross and not most else parse_shape(text)
 
 
 def parse_shape(text: str) -> tuple[int, int]:
@@ -342,6 +375,19 @@ def variants(path: str, settings: Sequence[str], vary: str | None) -> list[Exper
     return found
 
 
+def routes(model: ModelConfig, mode: str) -> bool:
+    """Whether a softmax fraction changes what is timed."""
+    routed = (ChunkRoutedConfig, HeadRoutedConfig)
+    return mode != "train" and any(isinstance(block.mixer, routed) for block in model.blocks)
+
+
+def _most_here(mode: str, models: Sequence[tuple[ModelConfig, float]], tokens: int) -> int:
+    stats = jax.devices()[0].memory_stats()
+    if mode != "decode" or not stats:
+        raise UserError(f"--{mode} mostx{tokens}: for --decode, on devices that know their memory")
+    return most_rows(models, tokens, stats["bytes_limit"])
+
+
 def parser() -> argparse.ArgumentParser:
     parser = commandline.Parser(
         prog="python -m jhybrid.benchmark", description="Time whole models with random weights."
@@ -352,18 +398,17 @@ def parser() -> argparse.ArgumentParser:
     )
     for mode in MODES:
         parser.add_argument(
-            f"--{mode}", action="append", default=[], type=parse_shape, metavar="BxT"
+            f"--{mode}", action="append", default=[], type=shape_or_most, metavar="BxT"
         )
     parser.add_argument("--vary", metavar="a.b=c,d", help="each config with each of these settings")
-    parser.add_argument("--softmax-fraction", type=float, default=0.25, help="of chunks or heads")
+    parser.add_argument("--softmax-fraction", default="0.25", help="of chunks or heads; or several")
     parser.add_argument("--json", type=Path, help="also write the rows")
     return parser
 
 
 def main() -> int:
     arguments = parser().parse_args()
-    if not 0 <= arguments.softmax_fraction <= 1:
-        raise UserError(f"--softmax-fraction {arguments.softmax_fraction}: must lie in [0, 1]")
+    fractions = parse_fractions(arguments.softmax_fraction, "--softmax-fraction")
     experiments = [
         experiment
         for path in arguments.config
@@ -375,9 +420,16 @@ def main() -> int:
     rows: list[Row] = []
     print(table(rows), flush=True)
     for mode in MODES:
-        for shape in getattr(arguments, mode):
-            for experiment in experiments:
-                rows.append(measure(experiment, mode, shape, arguments.softmax_fraction))
+        models = [
+            (experiment, fraction)
+            for experiment in experiments
+            for fraction in (fractions if routes(experiment.model, mode) else fractions[:1])
+        ]
+        for count, tokens in getattr(arguments, mode):
+            if count is None:
+                count = _most_here(mode, [(e.model, f) for e, f in models], tokens)
+            for experiment, fraction in models:
+                rows.append(measure(experiment, mode, (count, tokens), fraction))
                 print(table(rows[-1:]).splitlines()[-1], flush=True)
                 if arguments.json is not None:
                     found = {

@@ -130,13 +130,13 @@ def main() -> int:
     return 0
 
 
-def parse_fractions(text: str) -> list[float]:
+def parse_fractions(text: str, option: str = "--fractions") -> list[float]:
     try:
         found = [float(item) for item in text.split(",")]
     except ValueError:
         found = [math.nan]
     if not all(0 <= f <= 1 for f in found):
-        raise UserError(f"--fractions {text}: expected numbers from 0 to 1, as 0.1,0.25")
+        raise UserError(f"{option} {text}: expected numbers from 0 to 1, as 0.1,0.25")
     return found
 
 

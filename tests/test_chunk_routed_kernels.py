@@ -20,6 +20,9 @@ from jhybrid.mixers import Context, build_mixer
 from pallas_kernels.block_sparse_attention import api as attention_api
 from pallas_kernels.block_sparse_attention import pallas_gpu as attention_gpu
 from pallas_kernels.block_sparse_attention import pallas_tpu as attention_tpu
+from pallas_kernels.decode_attention import api as decode_api
+from pallas_kernels.decode_attention import pallas_gpu as decode_gpu
+from pallas_kernels.decode_attention import pallas_tpu as decode_tpu
 from pallas_kernels.dispatch import Candidate
 from pallas_kernels.gated_delta_rule import api as rule_api
 from pallas_kernels.gated_delta_rule import pallas_gpu as rule_gpu
@@ -71,6 +74,7 @@ def layer(request, monkeypatch):
             (attention_api, attention_tpu.block_sparse_attention),
             (rule_api, rule_tpu.gated_delta_rule),
             (step_api, step_tpu.step),
+            (decode_api, decode_tpu.attend),
         ):
             monkeypatch.setitem(api.IMPLEMENTATIONS, "pallas_tpu", Candidate(run))
         with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams()):
@@ -87,6 +91,7 @@ def layer(request, monkeypatch):
             (attention_api, functools.partial(attention_gpu.block_sparse_attention, **interpret)),
             (rule_api, rule_gpu.gated_delta_rule),
             (step_api, functools.partial(step_gpu.step, **interpret)),
+            (decode_api, functools.partial(decode_gpu.attend, **interpret)),
         ):
             monkeypatch.setitem(api.IMPLEMENTATIONS, "pallas_gpu", Candidate(run))
     yield made

@@ -5,13 +5,16 @@ import json
 
 import jax
 import numpy as np
+import plain
 import pytest
 import tiny
+from flax import nnx
 
 from jhybrid import benchmark
 from jhybrid.attention_config import SoftmaxConfig
 from jhybrid.config import ChunkRoutedConfig, HeadRoutedConfig
 from jhybrid.errors import UserError
+from jhybrid.model import HybridLM, parameter_count
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 HEAD_ROUTED = HeadRoutedConfig(
@@ -89,6 +92,32 @@ def test_the_command_writes_its_rows(run_command, tmp_path, monkeypatch, quick):
     (row,) = json.loads(out.read_text())["rows"]
     assert row["name"] == "tiny" and row["rows"] == 2 and row["tokens"] == 32
     assert f"{row['ms']:.3f}" in shown
+
+
+def test_as_many_rows_are_decoded_as_every_model_has_room_for():
+    routed, softmax = tiny.config().model, plain.config().model
+    models = [(routed, 1.0), (softmax, 1.0)]
+    abstract = nnx.eval_shape(lambda: HybridLM(routed, rngs=nnx.Rngs(0)))
+    row = benchmark.state_bytes(abstract, 256 + benchmark.decoded_tokens())  # the larger of the two
+    weights = 4 * parameter_count(routed)
+    assert benchmark.most_rows(models, 256, int((9.5 * row + weights) / 0.9)) == 8
+    assert benchmark.most_rows(models, 256, int((7.5 * row + weights) / 0.9)) == 4
+    with pytest.raises(UserError, match="mostx256: not one row has room"):
+        benchmark.most_rows(models, 256, int(0.9 * row))
+    assert benchmark.shape_or_most("mostx256") == (None, 256)
+
+
+def test_routed_models_are_timed_at_each_fraction(run_command, monkeypatch):
+    def measured(experiment, mode, shape, fraction):
+        return benchmark.Row(experiment.name, 1, mode, *shape, softmax_fraction=fraction, ms=1.0)
+
+    monkeypatch.setattr(benchmark, "measure", measured)
+    monkeypatch.setattr(benchmark.commandline, "use_compile_cache", lambda folder: None)
+    arguments = ("--config", tiny.__file__, "--config", plain.__file__, "--forward", "1x64")
+    _, shown, _ = run_command(benchmark, *arguments, "--softmax-fraction", "0.25,0.1")
+    assert [line.split()[3] for line in shown.splitlines()[2:]] == ["0.250", "0.100", "0.250"]
+    status, _, error = run_command(benchmark, *arguments, "--softmax-fraction", "0.25,2")
+    assert status == 2 and "expected numbers from 0 to 1" in error
 
 
 def test_a_config_is_timed_with_each_of_the_varied_settings():
