@@ -107,8 +107,15 @@ CASES: tuple[Case, ...] = (
     _case("256", (256, 16, 32, 128, 128), "bench"),
     _case("natsl-380m-1", (1, 6, 6, 128, 256), "bench"),
     _case("natsl-380m-64", (64, 6, 6, 128, 256), "bench"),
-    _case("natsl-800m-64", (64, 6, 6, 192, 384), "bench"),
-    _case("gdn-340m-64", (64, 4, 4, 256, 256), "bench"),
+    *(
+        _case(f"{name}-{rows}", (rows, *sizes), "bench")
+        for name, sizes in {
+            "natsl-800m": (6, 6, 192, 384),
+            "gdn-340m": (4, 4, 256, 256),
+            "fla-256-512": (4, 4, 256, 512),
+        }.items()
+        for rows in (1, 64, 256)
+    ),
 )
 BY_NAME = {case.name: case for case in CASES}
 

@@ -205,8 +205,17 @@ def test_the_tpu_kernel_compiles_for_every_chip_and_updates_in_place(name, chip)
 
 @pytest.mark.covers("gated_delta_step", "pallas_gpu", "forward", how="interpreted")
 @written_for
-@pytest.mark.parametrize("columns", [32, 64])
-def test_the_gpu_kernel_matches_the_reference_interpreted(columns):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("case", "columns"),
+    [
+        (Case("narrow", 2, 1, 2, 64, 128), 32),
+        (Case("narrow", 2, 1, 2, 64, 128), 64),
+        (Case("of-192", 1, 1, 2, 192, 128), 32),
+        (Case("of-256", 1, 1, 1, 256, 128), 32),
+    ],
+)
+def test_the_gpu_kernel_matches_the_reference_interpreted(case, columns, dtype):
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     def interpreted(arguments):
@@ -214,19 +223,18 @@ def test_the_gpu_kernel_matches_the_reference_interpreted(columns):
         step = functools.partial(pallas_gpu.step, arguments["k"].shape[-1] ** -0.5, **options)
         return jax.jit(step)(*(arguments[name] for name in NAMES))
 
-    check(Case("interpreted", 2, 1, 2, 64, 128), "bfloat16", interpreted)
+    check(case, dtype, interpreted)
 
 
 @pytest.mark.covers(
     "gated_delta_step", "pallas_gpu", "forward", how="compiled", where="cuda (lowered only)"
 )
 @written_for
-@pytest.mark.parametrize("name", ["1", "256", "natsl-800m-64", "gdn-340m-64"])
-def test_the_gpu_kernel_lowers_for_cuda_and_updates_in_place(name):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["1", "256", "natsl-800m-1", "natsl-800m-256", "gdn-340m-64"])
+def test_the_gpu_kernel_lowers_for_cuda_and_updates_in_place(name, dtype):
     case = BY_NAME[name]
-    arguments, _, _ = jax.eval_shape(
-        functools.partial(case.draw, dtype="bfloat16"), jax.random.key(0)
-    )
+    arguments, _, _ = jax.eval_shape(functools.partial(case.draw, dtype=dtype), jax.random.key(0))
     step = jax.jit(functools.partial(pallas_gpu.step, case.K**-0.5))
     lowered = jax.export.export(step, platforms=["cuda"])
     module = lowered(*(arguments[name] for name in NAMES)).mlir_module()
