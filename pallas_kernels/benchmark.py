@@ -270,6 +270,26 @@ def measure_peer(name: str, peers, case, dtype: str, gate_tokens: int) -> Row:
     return or_reason(row, with_backward)
 
 
+def comparisons(cases, rows: list[Row]) -> list[str]:
+    """A line for every row whose case names another to stand `beside`, if both were timed."""
+    timed = {
+        (row.case, row.dtype, row.implementation): row
+        for row in rows
+        if row.forward_ms is not None and row.forward_backward_ms is not None
+    }
+    lines = []
+    for (name, dtype, implementation), row in timed.items():
+        other = timed.get((getattr(cases[name], "beside", None), dtype, implementation))
+        if other is not None:
+            forward = row.forward_ms / other.forward_ms
+            both = row.forward_backward_ms / other.forward_backward_ms
+            lines.append(
+                f"{name} takes the time of {other.case} times {forward:.2f} forward, {both:.2f} "
+                f"forward+backward ({implementation}, {dtype})"
+            )
+    return lines
+
+
 def measure_parts(parts, case, dtype: str) -> list[Row]:
     """A row for each kernel and shape; one that does not compile or run leaves its reason."""
     rows = []
@@ -391,6 +411,8 @@ def main(arguments: list[str] | None = None) -> list[Row]:
                 print(_table_line(rows[-1]), flush=True)
             if parts:
                 rows += measure_parts(parts, case, dtype)
+    for line in comparisons({case.name: case for case in chosen}, rows):
+        print(line)
     if options.json:
         with open(options.json, "w") as file:
             json.dump(

@@ -49,6 +49,7 @@ class Case:
     undecayed: float = 0.0  # fraction of tokens whose log decay is set to 0
     largest_beta: float = 1.0
     identical_keys: bool = False
+    beside: str | None = None  # the case whose time this one's is to be compared with
 
     @property
     def shape(self) -> str:
@@ -193,13 +194,30 @@ CASES: tuple[Case, ...] = (
         undecayed=0.5,
     ),
     _case("32k", (1, 32768, 16, 16, 128, 128), "bench"),
+    _case("32k-packed", (1, 32768, 16, 16, 128, 128), "bench", documents=(4096,) * 8, beside="32k"),
+    _case("32k-routed", (1, 32768, 16, 16, 128, 128), "bench", write_mask=True, beside="32k"),
     _case("32k-grouped", (1, 32768, 16, 32, 128, 128), "bench"),
     _case("8k", (1, 8192, 16, 16, 128, 128), "bench"),
     _case("natsl-380m", (8, 4096, 6, 6, 128, 256), "bench"),
-    _case("natsl-380m-routed", (8, 4096, 6, 6, 128, 256), "bench", write_mask=True),
+    _case(
+        "natsl-380m-routed",
+        (8, 4096, 6, 6, 128, 256),
+        "bench",
+        write_mask=True,
+        beside="natsl-380m",
+    ),
     _case("natsl-380m-long-row", (1, 131072, 6, 6, 128, 256), "bench"),
-    _case("natsl-380m-packed", (1, 32768, 6, 6, 128, 256), "bench", documents=(4096,) * 8),
-    _case("natsl-800m", (8, 4096, 6, 6, 192, 384), "bench"),
+    _case("natsl-380m-row", (1, 32768, 6, 6, 128, 256), "bench"),
+    _case(
+        "natsl-380m-packed",
+        (1, 32768, 6, 6, 128, 256),
+        "bench",
+        documents=(4096,) * 8,
+        beside="natsl-380m-row",
+    ),
+    _case("natsl-800m", (8, 4096, 6, 6, 192, 384), "bench", beside="natsl-380m"),
+    _case("fla-256-256", (8, 4096, 4, 4, 256, 256), "bench"),
+    _case("fla-256-512", (8, 4096, 4, 4, 256, 512), "bench"),
 )
 BY_NAME = {case.name: case for case in CASES}
 

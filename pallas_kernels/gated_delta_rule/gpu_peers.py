@@ -113,6 +113,16 @@ def _torch(ops: Any) -> Torch:
     return Torch(lambda *tensors: ops.chunk_gated_delta_rule(*tensors)[0])
 
 
+def _maxtext(models: Any) -> Jax:
+    def rule(q, k, v, g, beta):
+        group = v.shape[2] // q.shape[2]
+        q, k = (jnp.repeat(x, group, axis=2) for x in (q, k))
+        chunked = models.jax_chunk_gated_delta_rule
+        return chunked(q, k, v, g, beta, chunk_size=64, compute_dtype=v.dtype)[0]
+
+    return Jax(rule)
+
+
 def _only_128(case: Case) -> str | None:
     square = case.K == case.V == 128
     return None if square else f"takes K = V = 128, not {case.K} and {case.V}"
@@ -131,4 +141,5 @@ PEERS: dict[str, Callable[[Case], tuple[Any, str | None]]] = {
     "jax-linear-attention": _peer("jla.ops", _powers_of_two, _jla),
     "fla": _peer("fla.ops.gated_delta_rule", _up_to_256, _torch),
     "FlashQLA": _peer("flash_qla", _only_128, _torch),
+    "MaxText": _peer("maxtext.models.qwen3", lambda case: None, _maxtext),
 }

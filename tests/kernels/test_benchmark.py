@@ -1,5 +1,6 @@
 """The benchmark checks closeness before it times, and writes what it printed."""
 
+import dataclasses
 import functools
 import json
 import types
@@ -108,6 +109,35 @@ def test_peers_of_gated_linear_attention_are_checked_on_the_arguments_of_the_rul
     assert absent(case) == (None, "no_such_package is not installed")
     other = gated_peers._peer("pallas_kernels.work", ("other",), lambda ops, case: None)
     assert other(case) == (None, f"has kernels for other, not {rule}")
+
+
+def test_maxtexts_rule_gets_a_query_head_for_every_value_head(monkeypatch):
+    def chunked(query, key, value, g, beta, *, chunk_size, compute_dtype):
+        assert query.shape[2] == key.shape[2] == value.shape[2]
+        assert (chunk_size, compute_dtype) == (64, value.dtype)
+        return gated_delta_rule(query, key, value, g, beta, implementation="xla")[0], None
+
+    models = types.SimpleNamespace(jax_chunk_gated_delta_rule=chunked)
+    peers = {"MaxText": lambda case: (rule_peers._maxtext(models), None)}
+    monkeypatch.setattr(rule_peers, "PEERS", peers)
+    case = dataclasses.replace(BY_NAME["T65-grouped"], write_mask=False)
+    row = benchmark.measure_peer("MaxText", rule_peers, case, "bfloat16", 32)
+    assert row.closeness_outputs <= 5e-3 and row.forward_backward_ms > 0
+
+
+def test_a_case_is_compared_with_the_one_it_names():
+    def row(name, implementation, forward, both):
+        times = {"forward_ms": forward, "forward_backward_ms": both}
+        return benchmark.Row(name, "", "bfloat16", implementation, **times)
+
+    rows = [
+        row("32k", "xla", 2.0, 4.0),
+        row("32k-packed", "xla", 2.2, 4.2),
+        row("32k-packed", "pallas_gpu", 1.0, 2.0),  # its plain row was not timed
+        row("32k-routed", "xla", None, None),
+    ]
+    (line,) = benchmark.comparisons(BY_NAME, rows)
+    assert line.startswith("32k-packed takes the time of 32k times 1.10 forward, 1.05 forward+back")
 
 
 def test_a_step_is_timed_with_the_state_it_carries_and_rated_by_bytes():
