@@ -19,7 +19,7 @@ from pallas_kernels.dispatch import KEPT, Target
 
 JAX_VERSION = "0.11.2"  # Mosaic GPU changes between versions; these kernels ran on this one
 _CHIPS = ("H100", "H200")
-_KEY_WIDTHS = (64, 128, 192)
+_KEY_WIDTHS = (64, 128, 192, 256)
 _VALUE_WIDTHS = (64, 128, 256, 384, 512)
 _ROW_ALIGNMENT = 8  # tokens: the copy engine moves whole swizzle tiles of 8 rows
 
@@ -180,11 +180,9 @@ def backward(
     else:
         maps = summarise_reversed(*passes, transitions, **options)
         dstates = split.join(dstates, *maps, interpret=interpret)
-    states, written = replay(k_, v_, inverses, gates, states, interpret=interpret)
-    dstates, y, dentering = reverse(*passes, dstates, **options)
-    dq, dk, dv, dgates = tile_gradients(
-        q_, k_, v_, do_, written, y, states, dstates, gates, **options
-    )
+    states, errors = replay(k_, v_, inverses, gates, states, interpret=interpret)
+    dstates, dv, dentering = reverse(*passes, dstates, **options)
+    dq, dk, dgates = tile_gradients(q_, k_, do_, dv, errors, states, dstates, gates, **options)
     dq, dk = dq[:, :length], dk[:, :length]
     if dq.shape[2] != key_heads:  # rounded to bf16 once per value head, summed in fp32
         grouped = (batch, length, key_heads, -1, width)

@@ -1,11 +1,12 @@
 """Hopper kernel: the unit-triangular inverse of every tile of the delta rule, all in parallel.
 
-A = (I + stril(diag(beta) (K K^T o D)))^-1, D_ij = exp(c_i - c_j) (Yang et al. 2024, the WY form of
-gated delta networks). Blockwise doubling: with X the inverse of the diagonal blocks of size b and
-L the strictly lower part, X <- X - (X L o coupling) X inverts the blocks of size 2b. Every
-intermediate is an inverse of a diagonal block, so nothing grows beyond the answer itself, which
-powers of L would. The products run in fp16 with fp32 accumulation (11 bits of mantissa, as TF32;
-entries are bounded by beta for keys of unit norm), X stays in fp32.
+A = (I + stril((K K^T o D) diag(beta)))^-1, D_ij = exp(c_i - c_j) (Yang et al. 2024, the WY form of
+gated delta networks, with beta on the columns: `pallas_gpu_scan`). Blockwise doubling: with X the
+inverse of the diagonal blocks of size b and L the strictly lower part, X <- X - (X L o coupling) X
+inverts the blocks of size 2b. Every intermediate is an inverse of a diagonal block, so nothing
+grows beyond the answer itself, which powers of L would. The products run in fp16 with fp32
+accumulation (11 bits of mantissa, as TF32; entries are bounded by beta for keys of unit norm), X
+stays in fp32.
 """
 
 import functools
@@ -22,9 +23,9 @@ from pallas_kernels.gated_delta_rule.pallas_gpu_tiles import (
     READ_ONLY_SMEM,
     TILE,
     WGMMA,
+    columns,
     decay_tile,
     product,
-    rows,
     swizzled,
 )
 
@@ -39,7 +40,7 @@ def _kernel(
     plgpu.copy_gmem_to_smem(gates_ref.at[row, head, tile], gates, loaded)
     plgpu.barrier_wait(loaded)
 
-    similarity = product(interpret, k, k.transpose((1, 0))) * rows(gates.at[BETA])
+    similarity = product(interpret, k, k.transpose((1, 0))) * columns(gates.at[BETA])
     l = similarity * decay_tile(gates, segmented, strict=True)
     lower[...] = l.astype(jnp.float16)
     i = plgpu.broadcasted_iota(jnp.int32, (TILE, TILE), 0, layout=WGMMA)

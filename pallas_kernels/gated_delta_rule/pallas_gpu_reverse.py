@@ -1,9 +1,10 @@
 """Hopper kernels: dS, the gradient of the state, from the last tile of a row to the first.
 
 With dS the gradient of the state leaving a tile, e = CARRY_IN, w = CARRY_OUT and
-M = [s (Q K^T) o D]_tril:
-  dVn = M^T dO + w o (K dS) ;  Y = A^T dVn ;  dS <- e_last dS + s (e o Q)^T dO - (beta e o K)^T Y
-Y is the gradient of beta o (V - e K S). A warpgroup holds dS^T of 64 value columns, as forwards.
+M = [s (Q K^T) o D diag(beta)]_tril:
+  dX = M^T dO + w o (K dS) ;  dV = A^T dX ;  dS <- e_last dS + s (e o Q)^T dO - (e o K)^T dV
+dX is the gradient of the errors X of `pallas_gpu_scan` by where they go. A warpgroup holds dS^T of
+64 value columns, as forwards.
 
 Rows are split as forwards (`pallas_gpu_split`): a stretch maps dS_out to T^T dS_out + R, with T of
 the forward pass, which has it of every stretch but the last. `summarise_reversed` runs every
@@ -21,7 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.array_types import Array, Float
-from pallas_kernels.gated_delta_rule.pallas_gpu_replay import workers_of
+from pallas_kernels.gated_delta_rule.pallas_gpu_scan import workers_of
 from pallas_kernels.gated_delta_rule.pallas_gpu_split import Halves, map_shapes, store_map
 from pallas_kernels.gated_delta_rule.pallas_gpu_tiles import (
     BETA,
@@ -32,23 +33,31 @@ from pallas_kernels.gated_delta_rule.pallas_gpu_tiles import (
     WGMMA,
     columns,
     decay_tile,
+    left_operand,
     product,
     swizzled,
+    wide,
 )
 
 _STAGES = 2
 
 
 def _stretch(
-    q_ref, k_ref, do_ref, a_ref, gates_ref, kq, do, a, gates, m, loaded, attended, consumed,
+    q_ref, k_ref, do_ref, a_ref, gates_ref, kq, do, a, gates, m, loaded, attended, consumed, used,
     *, pane, piece, group, workers, stretch, tiles, pieces, scale, segmented, interpret,
-    begin, keep, finish,
+    begin, round_state, keep, finish,
 ):  # fmt: skip
     """One stretch. `begin(panel)` gives dS^T [64, K] of 64 columns, and what to multiply dO with;
-    `keep(tile, panel, dS, Y)` takes what a tile leaves behind, `finish(panel, dS)` the last dS."""
+    `round_state(tile, panel, dS)` gives dS in bf16, in registers or shared memory, `keep(tile,
+    panel, that, dV)` takes what a tile leaves behind, `finish(panel, dS)` the last dS."""
     row, head = (lax.axis_index(name) for name in ("row", "head"))
     key_head = lax.div(head, jnp.int32(group))
     worker = lax.axis_index("worker")
+    only_one = m.shape[0] == 1  # tile M in shared memory, not one a stage
+
+    def attention(step):
+        return m.at[lax.rem(step, jnp.int32(m.shape[0]))]
+
     first = (pieces - 1 - piece) * stretch
     count = jnp.minimum(stretch, tiles - first)
 
@@ -80,8 +89,11 @@ def _stretch(
             plgpu.barrier_wait(loaded.at[slot])
             keys, queries = kq.at[slot, pl.ds(0, TILE)], kq.at[slot, pl.ds(TILE, TILE)]
             scores = product(interpret, queries, keys.transpose((1, 0)))
-            scores = scores * decay_tile(gates.at[slot], segmented, strict=False) * scale
-            m[slot] = scores.astype(jnp.bfloat16)
+            scores = scores * decay_tile(gates.at[slot], segmented, strict=False)
+            scores = scores * (columns(gates.at[slot, BETA]) * scale)
+            if only_one:
+                pl.when(step > 0)(lambda: plgpu.barrier_wait(used))
+            attention(step)[...] = scores.astype(jnp.bfloat16)
             plgpu.commit_smem()
             plgpu.barrier_arrive(attended.at[slot])
 
@@ -102,27 +114,29 @@ def _stretch(
             slot = lax.rem(step, jnp.int32(_STAGES))
             plgpu.barrier_wait(loaded.at[slot])
             keys, queries = kq.at[slot, pl.ds(0, TILE)], kq.at[slot, pl.ds(TILE, TILE)]
-            half = dstate.astype(jnp.bfloat16)
-            dwritten = product(interpret, half, keys.transpose((1, 0)))
-            dwritten = dwritten * columns(gates.at[slot, CARRY_OUT])
+            tile = first + count - 1 - step
+            half = round_state(tile, panel, dstate)
+            derrors = product(interpret, half, keys.transpose((1, 0)))
+            derrors = derrors * columns(gates.at[slot, CARRY_OUT])
             dout = plgpu.load(do.at[slot, worker].transpose((1, 0)), layout=WGMMA)
             if weight is not None:
                 dout = (dout.astype(jnp.float32) * weight).astype(jnp.bfloat16)
             plgpu.barrier_wait(attended.at[slot])
-            dwritten = product(interpret, dout, m.at[slot], dwritten)
-            y = product(interpret, dwritten.astype(jnp.bfloat16), a.at[slot])
+            derrors = product(interpret, dout, attention(step), derrors)
+            if only_one:
+                pl.when(step + 1 < count)(lambda: plgpu.barrier_arrive(used))
+            dv = product(interpret, derrors.astype(jnp.bfloat16), a.at[slot])
             carry_in = columns(gates.at[slot, CARRY_IN])
             dstate = dstate * gates[slot, CARRY_IN, TILE - 1]
             read = (dout.astype(jnp.float32) * (carry_in * scale)).astype(jnp.bfloat16)
             dstate = product(interpret, read, queries, dstate)
-            erased = -(y * columns(gates.at[slot, BETA]) * carry_in)
-            dstate = product(interpret, erased.astype(jnp.bfloat16), keys, dstate)
+            dstate = product(interpret, (-dv * carry_in).astype(jnp.bfloat16), keys, dstate)
 
             @pl.when(step + _STAGES < count)  # otherwise nobody waits for the slot
             def _release():
                 plgpu.barrier_arrive(consumed.at[slot])
 
-            keep(first + count - 1 - step, panel, half, y)
+            keep(tile, panel, half, dv)
             return dstate
 
         finish(panel, lax.fori_loop(0, count, tile_step, dstate))
@@ -135,10 +149,11 @@ def _scratch(workers, width, vectors):
         swizzled(_STAGES, workers, TILE, TILE),
         swizzled(_STAGES, TILE, TILE),
         plgpu.SMEM((_STAGES, vectors, TILE), jnp.float32),
-        swizzled(_STAGES, TILE, TILE),
+        swizzled(1 if wide(width) else _STAGES, TILE, TILE),
         plgpu.Barrier(num_arrivals=4 + workers, num_barriers=_STAGES),
         plgpu.Barrier(num_barriers=_STAGES),
         plgpu.Barrier(num_arrivals=workers, num_barriers=_STAGES),
+        plgpu.Barrier(num_arrivals=workers),
     ]
 
 
@@ -148,6 +163,8 @@ def _summarise_kernel(
 ):  # fmt: skip
     row, head, block = (lax.axis_index(name) for name in ("row", "head", "block"))
     value_width, width = do_ref.shape[-1], q_ref.shape[-1]
+    if wide(width):
+        *scratch, copies = scratch
     # First the panes of R, stretch by stretch, then those of the last stretch's transition.
     panes = value_width // (TILE * sizes["workers"])
     behind = block - panes * (sizes["pieces"] - 1)
@@ -160,7 +177,10 @@ def _summarise_kernel(
         dstate = jnp.where(i + (panel - value_width) == j, 1.0, 0.0)
         return dstate, (panel < value_width).astype(jnp.float32)
 
-    def keep(tile, panel, dstate, y):
+    def round_state(tile, panel, dstate):
+        return left_operand(dstate, copies.at[lax.axis_index("worker")] if wide(width) else None)
+
+    def keep(tile, panel, dstate, dv):
         pass
 
     def finish(panel, dstate):
@@ -168,11 +188,11 @@ def _summarise_kernel(
         store_map(*maps, (row, head, piece), panel, dstate)
 
     _stretch(q_ref, k_ref, do_ref, a_ref, gates_ref, *scratch, pane=pane, piece=piece, **sizes,
-             begin=begin, keep=keep, finish=finish)  # fmt: skip
+             begin=begin, round_state=round_state, keep=keep, finish=finish)  # fmt: skip
 
 
 def _reverse_kernel(
-    q_ref, k_ref, do_ref, a_ref, gates_ref, dstate_ref, dstates_ref, y_ref, dfirst_ref,
+    q_ref, k_ref, do_ref, a_ref, gates_ref, dstate_ref, dstates_ref, dv_ref, dfirst_ref,
     kept, out, *scratch, **sizes,
 ):  # fmt: skip
     row, head, pane, piece = (lax.axis_index(name) for name in ("row", "head", "pane", "piece"))
@@ -182,21 +202,38 @@ def _reverse_kernel(
         here = dstate_ref.at[row, head, piece, pl.ds(panel, TILE)]
         return plgpu.load(here, layout=WGMMA, optimized=False), None
 
-    def keep(tile, panel, dstate, y):
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        kept[worker] = dstate
-        out.at[worker].transpose((1, 0))[...] = y.astype(jnp.bfloat16)
+    # A wide dS goes to the product by the shared memory it leaves the kernel from.
+    early = wide(q_ref.shape[-1])
+
+    def copy_state(tile, panel):
+        target = dstates_ref.at[row, head, tile, pl.ds(panel, TILE)]
+        plgpu.copy_smem_to_gmem(kept.at[worker], target)
+
+    def round_state(tile, panel, dstate):
+        if not early:
+            return left_operand(dstate)
+        plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # dV may be under way yet
+        half = left_operand(dstate, kept.at[worker])
+        copy_state(tile, panel)
+        return half
+
+    def keep(tile, panel, dstate, dv):
+        plgpu.wait_smem_to_gmem(int(early), wait_read_only=True)
+        if not early:
+            kept[worker] = dstate
+        out.at[worker].transpose((1, 0))[...] = dv.astype(jnp.bfloat16)
         plgpu.commit_smem()
+        if not early:
+            copy_state(tile, panel)
         tokens, columns_of = pl.ds(tile * TILE, TILE), pl.ds(panel, TILE)
-        plgpu.copy_smem_to_gmem(kept.at[worker], dstates_ref.at[row, head, tile, columns_of])
-        plgpu.copy_smem_to_gmem(out.at[worker], y_ref.at[row, tokens, head, columns_of])
+        plgpu.copy_smem_to_gmem(out.at[worker], dv_ref.at[row, tokens, head, columns_of])
 
     def finish(panel, dstate):
         dfirst_ref.at[row, head, piece, pl.ds(panel, TILE)][...] = dstate
         plgpu.wait_smem_to_gmem(0)
 
     _stretch(q_ref, k_ref, do_ref, a_ref, gates_ref, *scratch, pane=pane, piece=piece, **sizes,
-             begin=begin, keep=keep, finish=finish)  # fmt: skip
+             begin=begin, round_state=round_state, keep=keep, finish=finish)  # fmt: skip
 
 
 def summarise_reversed(
@@ -232,7 +269,10 @@ def summarise_reversed(
             interpret=interpret is not None,
         ),
         out_type=out_type,
-        scratch_types=_scratch(workers, width, vectors),
+        scratch_types=[
+            *_scratch(workers, width, vectors),
+            *([swizzled(workers, TILE, width)] if wide(width) else []),
+        ],
         grid=(((pieces - 1) * value_width + width) // (TILE * workers), heads, batch),
         grid_names=("block", "head", "row"),
         num_threads=workers + 1,
@@ -260,7 +300,7 @@ def reverse(
     scale: float,
     interpret=None,
 ) -> tuple[Float[Array, "B H N V K"], Float[Array, "B T H V"], Float[Array, "B H P V K"]]:
-    """dS (transposed, bf16) leaving every tile, Y, and dS entering each of the P stretches.
+    """dS (transposed, bf16) leaving every tile, dV, and dS entering each of the P stretches.
 
     `dstates` are those leaving the stretches; both from the last stretch to the first.
     """

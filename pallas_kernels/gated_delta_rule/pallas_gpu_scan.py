@@ -1,10 +1,12 @@
 """Hopper kernel: the pass over tiles that carries the state and writes the outputs.
 
-Per tile, with the incoming state S and A from `pallas_gpu_inverse` (equivalent to the WY form,
-without forming W and U):
-  Vn = A (beta o (V - e^c o (K S)))
-  O  = s e^c o (Q S) + [s (Q K^T) o D]_tril Vn
-  S <- e^(c_last) S + K^T (m e^(c_last - c) o Vn)
+Per tile, with the incoming state S, A from `pallas_gpu_inverse` and w = m beta e^(c_last - c)
+(equivalent to the WY form, without forming W and U):
+  X  = A (V - e^c o (K S))
+  O  = s e^c o (Q S) + [s (Q K^T) o D diag(beta)]_tril X
+  S <- e^(c_last) S + K^T (w o X)
+X are the errors, what the values are beyond those read; the written Vn of the README are beta o X.
+With beta out of X, the gradient that goes back through A is dV itself, and dbeta needs no V.
 
 Everything is computed transposed: a warpgroup owns 64 value columns and keeps S^T [64, K] in its
 accumulators in fp32, so that S^T, the residual and Vn^T go from one product into the next in
@@ -29,20 +31,22 @@ from pallas_kernels.gated_delta_rule.pallas_gpu_tiles import (
     WGMMA,
     columns,
     decay_tile,
+    left_operand,
     product,
     swizzled,
+    wide,
 )
 
 
-def write_values(interpret, read, values, carry_in, a, gates):
-    """Vn^T = (beta o (V - e^c o (K S)))^T A^T of one tile, [64, C]; `read` is (K S)^T."""
-    residual = columns(gates.at[BETA]) * (values - carry_in * read)
+def errors_of(interpret, read, values, carry_in, a):
+    """X^T = (V - e^c o (K S))^T A^T of one tile, [64, C]; `read` is (K S)^T."""
+    residual = values - carry_in * read
     return product(interpret, residual.astype(jnp.bfloat16), a.transpose((1, 0)))
 
 
-def advance(interpret, state, written, keys, gates):
+def advance(interpret, state, errors, keys, gates):
     """The state leaving a tile, transposed [64, K]."""
-    kept = (written * columns(gates.at[CARRY_OUT])).astype(jnp.bfloat16)
+    kept = (errors * columns(gates.at[CARRY_OUT])).astype(jnp.bfloat16)
     return product(interpret, kept, keys, state * gates[CARRY_IN, TILE - 1])
 
 
@@ -50,14 +54,19 @@ def _kernel(
     q_ref, k_ref, v_ref, a_ref, gates_ref, state_ref,  # inputs
     o_ref, final_ref,  # outputs
     kq, v, a, gates, m, o,  # shared memory
-    loaded, attended, consumed,  # barriers
-    *, group, stages, workers, stretch, tiles, scale, segmented, interpret,
+    loaded, attended, consumed, used,  # barriers
+    *copies,  # of the workers' states, where they are wide
+    group, stages, workers, stretch, tiles, scale, segmented, interpret,
 ):  # fmt: skip
     row, head, pane, piece = (lax.axis_index(name) for name in ("row", "head", "pane", "piece"))
     key_head = lax.div(head, jnp.int32(group))
     worker = lax.axis_index("worker")
     first = piece * stretch
     count = jnp.minimum(stretch, tiles - first)
+    only_one = m.shape[0] == 1  # tile M in shared memory, not one a stage
+
+    def attention(step):
+        return m.at[lax.rem(step, jnp.int32(m.shape[0]))]
 
     def load(step, slot):
         tokens = pl.ds((first + step) * TILE, TILE)
@@ -84,8 +93,11 @@ def _kernel(
             plgpu.barrier_wait(loaded.at[slot])
             keys, queries = kq.at[slot, pl.ds(0, TILE)], kq.at[slot, pl.ds(TILE, TILE)]
             scores = product(interpret, queries, keys.transpose((1, 0)))
-            scores = scores * decay_tile(gates.at[slot], segmented, strict=False) * scale
-            m[slot] = scores.astype(jnp.bfloat16)
+            scores = scores * decay_tile(gates.at[slot], segmented, strict=False)
+            scores = scores * (columns(gates.at[slot, BETA]) * scale)
+            if only_one:
+                pl.when(step > 0)(lambda: plgpu.barrier_wait(used))
+            attention(step)[...] = scores.astype(jnp.bfloat16)
             plgpu.commit_smem()
             plgpu.barrier_arrive(attended.at[slot])
 
@@ -121,21 +133,18 @@ def _kernel(
                 values = plgpu.load(v.at[slot, worker].transpose((1, 0)), layout=WGMMA)
                 return carry_in, values.astype(jnp.float32)
 
+            half = left_operand(state, copies[0].at[worker] if copies else None)
             # Keys and queries side by side: one product reads the state for both.
-            read, (carry_in, values) = product(
-                interpret,
-                state.astype(jnp.bfloat16),
-                kq.at[slot].transpose((1, 0)),
-                meanwhile=meanwhile,
-            )
-            written = write_values(
-                interpret, read[:, :TILE], values, carry_in, a.at[slot], gates.at[slot]
-            )
-            state = advance(interpret, state, written, kq.at[slot, pl.ds(0, TILE)], gates.at[slot])
-            out = read[:, TILE:] * (carry_in * scale)
+            operand = kq.at[slot].transpose((1, 0))
+            read, (carry_in, values) = product(interpret, half, operand, meanwhile=meanwhile)
+            errors = errors_of(interpret, read[:, :TILE], values, carry_in, a.at[slot])
+            state = advance(interpret, state, errors, kq.at[slot, pl.ds(0, TILE)], gates.at[slot])
             plgpu.barrier_wait(attended.at[slot])
-            attention = m.at[slot].transpose((1, 0))
-            out = product(interpret, written.astype(jnp.bfloat16), attention, out)
+            out = read[:, TILE:] * (carry_in * scale)
+            weights = attention(step).transpose((1, 0))
+            out = product(interpret, errors.astype(jnp.bfloat16), weights, out)
+            if only_one:
+                pl.when(step + 1 < count)(lambda: plgpu.barrier_arrive(used))
 
             @pl.when(step + stages < count)  # otherwise nobody waits for the slot
             def _release():
@@ -148,6 +157,11 @@ def _kernel(
         store(count - 1, out)
         final_ref.at[row, head, piece, panel][...] = state
         plgpu.wait_smem_to_gmem(0)
+
+
+def workers_of(width: int, value_width: int) -> int:
+    """Warpgroups of 64 value columns a block: two, where shared memory has room for their tiles."""
+    return 2 if value_width % (2 * TILE) == 0 and width <= 192 else 1
 
 
 def scan_tiles(
@@ -169,7 +183,7 @@ def scan_tiles(
     tiles, vectors = gates.shape[2:4]
     width = k.shape[-1]
     pieces = states.shape[2]
-    workers = 2 if value_width % (2 * TILE) == 0 else 1
+    workers = workers_of(width, value_width)
     stages = 3 if width <= 128 else 2
     body = functools.partial(
         _kernel,
@@ -193,11 +207,13 @@ def scan_tiles(
             swizzled(stages, workers, TILE, TILE),
             swizzled(stages, TILE, TILE),
             plgpu.SMEM((stages, vectors, TILE), jnp.float32),
-            swizzled(stages, TILE, TILE),
+            swizzled(1 if wide(width) else stages, TILE, TILE),
             swizzled(workers, TILE, TILE),
             plgpu.Barrier(num_arrivals=4 + workers, num_barriers=stages),
             plgpu.Barrier(num_barriers=stages),
             plgpu.Barrier(num_arrivals=workers, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=workers),
+            *([swizzled(workers, TILE, width)] if wide(width) else []),
         ],
         grid=(value_width // (TILE * workers), pieces, heads, batch),
         grid_names=("pane", "piece", "head", "row"),

@@ -15,15 +15,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.array_types import Array, Float
-from pallas_kernels.gated_delta_rule.pallas_gpu_scan import advance, write_values
+from pallas_kernels.gated_delta_rule.pallas_gpu_scan import advance, errors_of, workers_of
 from pallas_kernels.gated_delta_rule.pallas_gpu_tiles import (
     CARRY_IN,
     READ_ONLY_SMEM,
     TILE,
     WGMMA,
     columns,
+    left_operand,
     product,
     swizzled,
+    wide,
 )
 
 Halves = tuple[Array, Array]  # leading and trailing bits, bf16, as [B, H, stretches, V or K, K]
@@ -43,11 +45,11 @@ def stretches(batch: int, heads: int, tiles: int, key_width: int, value_width: i
     def cost(pieces: int) -> float:
         length = -(-tiles // pieces)
 
-        def rounds(width: int, count: int) -> int:
-            panes = -(-width // (2 * TILE))
+        def rounds(width: int, count: int, workers: int = 2) -> int:
+            panes = -(-width // (workers * TILE))
             return -(-batch * heads * panes * count // _MULTIPROCESSORS)
 
-        whole = rounds(value_width, pieces) * length
+        whole = rounds(value_width, pieces, workers_of(key_width, value_width)) * length
         if pieces == 1:
             return whole
         summaries = 0.7 * rounds(value_width + key_width, pieces - 1) * length
@@ -60,8 +62,8 @@ def stretches(batch: int, heads: int, tiles: int, key_width: int, value_width: i
 
 def _summarise_kernel(
     k_ref, v_ref, a_ref, gates_ref, b_high_ref, b_low_ref, t_high_ref, t_low_ref,
-    k, v, a, gates, loaded, consumed,
-    *, group, workers, stretch, interpret,
+    k, v, a, gates, loaded, consumed, *copies,
+    group, workers, stretch, interpret,
 ):  # fmt: skip
     row, head, pane, piece = (lax.axis_index(name) for name in ("row", "head", "pane", "piece"))
     key_head = lax.div(head, jnp.int32(group))
@@ -107,12 +109,13 @@ def _summarise_kernel(
         def tile(step, state):
             slot = lax.rem(step, jnp.int32(_STAGES))
             plgpu.barrier_wait(loaded.at[slot])
-            read = product(interpret, state.astype(jnp.bfloat16), k.at[slot].transpose((1, 0)))
+            half = left_operand(state, copies[0].at[worker] if copies else None)
+            read = product(interpret, half, k.at[slot].transpose((1, 0)))
             carry_in = columns(gates.at[slot, CARRY_IN])
             values = plgpu.load(v.at[slot, worker].transpose((1, 0)), layout=WGMMA)
             values = values.astype(jnp.float32) * has_values
-            written = write_values(interpret, read, values, carry_in, a.at[slot], gates.at[slot])
-            state = advance(interpret, state, written, k.at[slot], gates.at[slot])
+            errors = errors_of(interpret, read, values, carry_in, a.at[slot])
+            state = advance(interpret, state, errors, k.at[slot], gates.at[slot])
 
             @pl.when(step + _STAGES < stretch)  # otherwise nobody waits for the slot
             def _release():
@@ -160,6 +163,7 @@ def summarise(
             plgpu.SMEM((_STAGES, vectors, TILE), jnp.float32),
             plgpu.Barrier(num_arrivals=3 + workers, num_barriers=_STAGES),
             plgpu.Barrier(num_arrivals=workers, num_barriers=_STAGES),
+            *([swizzled(workers, TILE, width)] if wide(width) else []),
         ],
         grid=(panels // workers, pieces - 1, heads, batch),
         grid_names=("pane", "piece", "head", "row"),
@@ -203,7 +207,7 @@ def store_map(increment, transition, stretch, panel, state):
 
 def _join_kernel(
     initial_ref, b_high_ref, b_low_ref, t_high_ref, t_low_ref, states_ref, high, low, loaded,
-    *, blocks, interpret,
+    *copies, blocks, interpret,
 ):  # fmt: skip
     row, head, pane = (lax.axis_index(name) for name in ("row", "head", "pane"))
     slots = high.shape[0]
@@ -224,7 +228,11 @@ def _join_kernel(
 
     def stretch(piece, state):
         states_ref.at[row, head, piece, panel][...] = state
-        state_high, state_low = high_and_low(state)
+        parts_of = high_and_low(state)
+        if copies:
+            for copy, half in zip(copies, parts_of, strict=True):
+                copy[...] = half
+            plgpu.commit_smem()
         for part in range(parts):
             step = piece * parts + part
             slot = lax.rem(step, jnp.int32(slots))
@@ -233,8 +241,11 @@ def _join_kernel(
                 halves = (plgpu.load(x.at[slot], layout=WGMMA) for x in (high, low))
                 state = sum(x.astype(jnp.float32) for x in halves)
             else:
-                columns_of = slice((part - 1) * TILE, part * TILE)
-                a_high, a_low = state_high[:, columns_of], state_low[:, columns_of]
+                start = (part - 1) * TILE
+                if copies:
+                    a_high, a_low = (copy.at[:, pl.ds(start, TILE)] for copy in copies)
+                else:
+                    a_high, a_low = (half[:, start : start + TILE] for half in parts_of)
                 for a, b in ((a_high, high), (a_low, high), (a_high, low)):
                     state = product(interpret, a, b.at[slot], state)
             plgpu.commit_smem()  # every warp is done with the slot
@@ -265,6 +276,7 @@ def join(
             swizzled(slots, TILE, width),
             swizzled(slots, TILE, width),
             plgpu.Barrier(num_arrivals=2, num_barriers=slots),
+            *([swizzled(TILE, width)] * 2 if wide(width) else []),
         ],
         grid=(value_width // TILE, heads, batch),
         grid_names=("pane", "head", "row"),

@@ -31,6 +31,25 @@ def columns(vector):
     return over_columns(vector, (TILE, TILE))
 
 
+def left_operand(state, copy=None):
+    """S^T, rounded to bf16, as the left operand of a product: in registers, or in `copy`.
+
+    Where K is `wide` it must be in `copy`, shared memory [64, K], where it stays.
+    """
+    half = state.astype(jnp.bfloat16)
+    if copy is None:
+        return half
+    plgpu.commit_smem()  # every warp's products have read what was there
+    copy[...] = half
+    plgpu.commit_smem()
+    return copy
+
+
+def wide(width: int) -> bool:
+    """Whether registers hold the state of 64 value columns in fp32 only, not in bf16 as well."""
+    return width > 128
+
+
 def decay_tile(gates, segmented: bool, strict: bool):
     """D_ij = exp(c_i - c_j) for i >= j (i > j when strict) of one document, else 0; [C, C]."""
     row = plgpu.broadcasted_iota(jnp.int32, (TILE, TILE), 0, layout=WGMMA)
@@ -53,7 +72,7 @@ def pack_gates(
 
     DECAY: c log2(e), the inclusive cumulative sum of g inside the tile. BETA: beta.
     CARRY_IN: e^c where the incoming state still reaches the token, else 0.
-    CARRY_OUT: m e^(c_last - c) where the token's write survives the tile, else 0.
+    CARRY_OUT: m beta e^(c_last - c) where the token's write survives the tile, else 0.
     """
     batch, length, heads = g.shape
     tiles = -(-length // TILE)
@@ -66,10 +85,11 @@ def pack_gates(
     upper = jnp.triu(jnp.ones((TILE, TILE), jnp.float32)) * LOG2E
     decay = jnp.einsum("bhnc,cd->bhnd", by_tile(g), upper, precision=jax.lax.Precision.HIGHEST)
     carry_in = jnp.exp2(decay)
-    carry_out = jnp.exp2(decay[..., -1:] - decay)
+    strength = by_tile(beta)
+    carry_out = strength * jnp.exp2(decay[..., -1:] - decay)
     if write_mask is not None:
         carry_out = carry_out * write_mask.astype(jnp.float32).transpose(0, 2, 1)[..., None]
-    vectors = [decay, by_tile(beta), carry_in, carry_out]
+    vectors = [decay, strength, carry_in, carry_out]
     if segment_ids is not None:
         ids = jnp.pad(segment_ids, ((0, 0), (0, pad)), mode="edge")
         starts = jnp.cumsum(ids != jnp.pad(ids, ((0, 0), (1, 0)), mode="edge")[:, :-1], axis=1)

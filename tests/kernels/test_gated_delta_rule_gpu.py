@@ -17,6 +17,8 @@ written_for = pytest.mark.skipif(
     reason=f"the kernels are written for JAX {pallas_gpu.JAX_VERSION}, this is {jax.__version__}",
 )
 H200 = dispatch.Target("gpu", "NVIDIA H200")
+KEY_WIDTHS, VALUE_WIDTHS = (64, 128, 192, 256), (64, 128, 256, 384, 512)
+EVERY_PAIR = [(K, V) for K in KEY_WIDTHS for V in VALUE_WIDTHS]
 TAKEN = api.Problem(
     B=1,
     T=4096,
@@ -108,7 +110,7 @@ def test_auto_takes_the_kernels_on_a_hopper_gpu():
     ("change", "device", "reason"),
     [
         ({"dtype": "float32"}, "NVIDIA H200", "bfloat16"),
-        ({"K": 256}, "NVIDIA H200", "K must be one of"),
+        ({"K": 96}, "NVIDIA H200", "K must be one of"),
         ({"V": 96}, "NVIDIA H200", "V must be one of"),
         ({"chunk_size": 128}, "NVIDIA H200", "chunk_size 64"),
         ({}, "NVIDIA A100-SXM4-80GB", "needs an NVIDIA H100 or H200"),
@@ -131,6 +133,14 @@ def test_another_jax_version_is_declined(monkeypatch):
     assert "written for JAX 0.0.0" in pallas_gpu.unsupported(TAKEN, H200)
 
 
+@pytest.mark.parametrize("width", KEY_WIDTHS)
+def test_every_pair_of_widths_is_taken(width, monkeypatch):
+    monkeypatch.setattr(pallas_gpu, "JAX_VERSION", jax.__version__)
+    for value_width in VALUE_WIDTHS:
+        problem = dataclasses.replace(TAKEN, K=width, V=value_width)
+        assert pallas_gpu.unsupported(problem, H200) is None
+
+
 def test_without_a_mask_any_chunk_size_is_taken(monkeypatch):
     monkeypatch.setattr(pallas_gpu, "JAX_VERSION", jax.__version__)
     problem = dataclasses.replace(TAKEN, write_mask=False, chunk_size=100)
@@ -139,13 +149,19 @@ def test_without_a_mask_any_chunk_size_is_taken(monkeypatch):
 
 @written_for
 @pytest.mark.parametrize(
-    ("T", "pieces"), [(67, 2), *(pytest.param(150, n, marks=pytest.mark.slow) for n in (1, 3))]
+    ("T", "pieces", "heads", "widths"),
+    [
+        (67, 2, 2, (64, 64)),
+        pytest.param(150, 1, 2, (64, 64), marks=pytest.mark.slow),
+        pytest.param(150, 3, 2, (64, 64), marks=pytest.mark.slow),
+        *(pytest.param(67, 2, 1, pair, marks=pytest.mark.slow) for pair in EVERY_PAIR),
+    ],
 )
-def test_interpreted_gradients_match_the_reference(key, T, pieces, quick_compile):
+def test_interpreted_gradients_match_the_reference(key, T, pieces, heads, widths, quick_compile):
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    arguments = inputs(key, (1, T, 1, 2, 64, 64), segments=True, mask=True)
-    options = {"scale": 0.125, "interpret": plgpu.InterpretGPUParams()}
+    arguments = inputs(key, (1, T, 1, heads, *widths), segments=True, mask=True)
+    options = {"scale": widths[0] ** -0.5, "interpret": plgpu.InterpretGPUParams()}
 
     def actual(arguments, cotangents):
         o, final_state, *kept = pallas_gpu.forward(**arguments, **options, pieces=pieces)
@@ -171,9 +187,10 @@ def test_interpreted_gradients_match_the_reference(key, T, pieces, quick_compile
 @pytest.mark.parametrize(
     "shape",
     [
-        (1, 136, 1, 2, 64, 64),
+        pytest.param((1, 136, 1, 2, 64, 64), marks=pytest.mark.slow),
         (1, 72, 1, 1, 128, 128),
         pytest.param((2, 136, 1, 1, 128, 256), marks=pytest.mark.slow),
+        pytest.param((1, 72, 1, 1, 256, 128), marks=pytest.mark.slow),
     ],
 )
 def test_interpreted_tile_gradients_are_those_of_their_formulas(key, shape):
@@ -185,49 +202,51 @@ def test_interpreted_tile_gradients_are_those_of_their_formulas(key, shape):
     given = inputs(key, shape, segments=True)
     (B, T, _, H, K, V), N = shape, -(-shape[1] // 64)
     keys = iter(jax.random.split(key, 5))
-    do, written, y = (jax.random.normal(next(keys), (B, T, H, V)) for _ in range(3))
+    do, dv, errors = (jax.random.normal(next(keys), (B, T, H, V)) for _ in range(3))
     states, dstates = (jax.random.normal(next(keys), (B, H, N, V, K)) for _ in range(2))
-    passed = [x.astype(jnp.bfloat16) for x in (do, written, y, states, dstates)]
-    arrays = (given["q"], given["k"], given["v"], *passed)
+    do, dv, errors, *states = (x.astype(jnp.bfloat16) for x in (do, dv, errors, states, dstates))
+    # As `pallas_gpu_replay` leaves them: whole tiles of K columns a buffer, two buffers or more.
+    buffers = max(2, -(-V // K))
+    padding = ((0, 0), (0, 64 * N - T), (0, 0), (0, buffers * K - V))
+    parts = jnp.split(jnp.pad(errors, padding), buffers, axis=-1)
     gates = pack_gates(given["g"], given["beta"], None, given["segment_ids"])
     run = functools.partial(tile_gradients, scale=0.1, interpret=plgpu.InterpretGPUParams())
-    *padded, dgates = jax.jit(run)(*arrays, gates)
+    *padded, dgates = jax.jit(run)(given["q"], given["k"], do, dv, parts, *states, gates)
     actual = (*(x[:, :T] for x in padded), dgates)
+    arrays = (given["q"], given["k"], do, dv, errors, *states)
     exact = tile_formulas(*(x.astype(jnp.float32) for x in arrays), gates, scale=0.1)
-    for name, x, expected in zip(("dq", "dk", "dv", "dgates"), actual, exact, strict=True):
+    for name, x, expected in zip(("dq", "dk", "dgates"), actual, exact, strict=True):
         assert_close(x, expected, 5e-3, name)
 
 
 @functools.partial(jax.jit, static_argnames="scale")
-def tile_formulas(q, k, v, do, written, y, states, dstates, gates, scale):
-    """dq, dk, dv and the gates' gradients as HOPPER.md has them, tile by tile; no autodiff."""
-    (B, T, H, _), N = v.shape, gates.shape[2]
+def tile_formulas(q, k, do, dv, errors, states, dstates, gates, scale):
+    """dq, dk and the gates' gradients as HOPPER.md has them, tile by tile; no autodiff."""
+    (B, T, H, _), N = do.shape, gates.shape[2]
 
     def tiles(x):  # [B, T, h, W] -> [B, H, N, C, W]
         x = jnp.repeat(jnp.pad(x, ((0, 0), (0, N * 64 - T), (0, 0), (0, 0))), H // x.shape[2], 2)
         return x.reshape(B, N, 64, H, -1).transpose(0, 3, 1, 2, 4)
 
-    q, k, v, do, written, y = map(tiles, (q, k, v, do, written, y))
+    q, k, do, dv, errors = map(tiles, (q, k, do, dv, errors))
     c, beta, into, out, document = (gates[..., i, :, None] for i in range(5))
     decay = jnp.exp2(c - c.mT) * (document == document.mT)
-    attention = scale * jnp.tril(do @ written.mT * decay)
-    erased = -jnp.tril(y @ written.mT * decay, -1)
-    dread, dwrite, dkeys = scale * do @ states, written @ dstates, y @ states
-    dq = into * dread + attention @ k
-    dk = out * dwrite - beta * into * dkeys + attention.mT @ q
-    dk += beta * (erased @ k) + (beta * erased).mT @ k
-    pairs = attention * (q @ k.mT) + beta * erased * (k @ k.mT)
-    read_by_keys = (dkeys * k).sum(-1)
-    dinto = (dread * q).sum(-1) - beta[..., 0] * read_by_keys
+    of_outputs = scale * jnp.tril(do @ errors.mT * decay)
+    of_errors = -jnp.tril(dv @ errors.mT * decay, -1)
+    dread, dwrite, dkeys = scale * do @ states, errors @ dstates, dv @ states
+    dq = into * dread + of_outputs * beta.mT @ k
+    dk = out * dwrite - into * dkeys + of_errors * beta.mT @ k
+    dk += beta * (of_outputs.mT @ q + of_errors.mT @ k)
+    pairs = of_outputs * (q @ k.mT) + of_errors * (k @ k.mT)
+    dinto = (dread * q).sum(-1) - (dkeys * k).sum(-1)
     dinto = dinto.at[..., -1].add((states * dstates).sum((-1, -2)))
-    dbeta = (y * v).sum(-1) - into[..., 0] * read_by_keys + (erased @ k * k).sum(-1)
-    dc = jnp.log(2.0) * (pairs.sum(-1) - pairs.sum(-2))
-    dgates = (dc, dbeta, dinto, (dwrite * k).sum(-1), jnp.zeros_like(dc))
+    dc = jnp.log(2.0) * ((pairs * beta.mT).sum(-1) - (pairs * beta.mT).sum(-2))
+    dgates = (dc, pairs.sum(-2), dinto, (dwrite * k).sum(-1), jnp.zeros_like(dc))
 
     def tokens(x):
         return x.transpose(0, 2, 3, 1, 4).reshape(B, N * 64, H, -1)[:, :T]
 
-    return tokens(dq), tokens(dk), tokens(beta * y), jnp.stack(dgates, 3)
+    return tokens(dq), tokens(dk), jnp.stack(dgates, 3)
 
 
 @written_for
@@ -286,10 +305,14 @@ def test_the_inverse_is_stable_for_identical_keys(beta):
     [
         ((2, 512, 2, 2, 128, 256), {"pieces": 3, "segments": True, "mask": True}),
         pytest.param((1, 300, 2, 4, 64, 64), {"pieces": 1}, marks=pytest.mark.slow),
-        pytest.param((1, 512, 2, 2, 192, 384), {"pieces": 2}, marks=pytest.mark.slow),
+        *(
+            pytest.param((1, 512, 2, 2, *pair), {"pieces": 2}, marks=pytest.mark.slow)
+            for pair in EVERY_PAIR
+        ),
     ],
 )
 def test_kernels_lower_for_cuda_without_a_gpu(key, shape, options):
+    options = dict(options)
     pieces = options.pop("pieces")
     arguments = jax.eval_shape(lambda key: inputs(key, shape, **options), key)
     forward = functools.partial(pallas_gpu.forward, scale=0.1, pieces=pieces)
@@ -302,19 +325,27 @@ def test_kernels_lower_for_cuda_without_a_gpu(key, shape, options):
     "gated_delta_rule", "pallas_gpu", "backward", how="compiled", where="cuda (lowered only)"
 )
 @written_for
-@pytest.mark.parametrize("pieces", [2, pytest.param(1, marks=pytest.mark.slow)])
-def test_backward_kernels_lower_for_cuda_without_a_gpu(key, pieces):
-    arguments = jax.eval_shape(lambda key: inputs(key, (1, 131, 1, 2, 128, 128), mask=True), key)
+@pytest.mark.parametrize(
+    ("pieces", "widths"),
+    [
+        (2, (256, 256)),
+        pytest.param(1, (128, 128), marks=pytest.mark.slow),
+        *(pytest.param(2, pair, marks=pytest.mark.slow) for pair in EVERY_PAIR),
+    ],
+)
+def test_backward_kernels_lower_for_cuda_without_a_gpu(key, pieces, widths):
+    K, V = widths
+    arguments = jax.eval_shape(lambda key: inputs(key, (1, 131, 1, 2, K, V), mask=True), key)
     kept = {
         "inverses": jax.ShapeDtypeStruct((1, 2, 3, 64, 64), jnp.bfloat16),
-        "states": jax.ShapeDtypeStruct((1, 2, pieces, 128, 128), jnp.float32),
+        "states": jax.ShapeDtypeStruct((1, 2, pieces, V, K), jnp.float32),
         "transitions": None,
         "do": arguments["v"],
         "dfinal": arguments["initial_state"],
     }
 
     if pieces > 1:
-        half = jax.ShapeDtypeStruct((1, 2, pieces - 1, 128, 128), jnp.bfloat16)
+        half = jax.ShapeDtypeStruct((1, 2, pieces - 1, K, K), jnp.bfloat16)
         kept["transitions"] = (half, half)
 
     def backward(arguments):
@@ -364,17 +395,33 @@ def test_kernels_on_a_gpu_match_the_reference(key, shape, options):
 )
 def test_gradients_on_a_gpu_match_the_reference(key, shape, options):
     arguments = inputs(key, shape, **options)
+    assert_gradients_match_reference(key, arguments, lambda *given: on_a_gpu(*given)[1])
+
+
+@jax.jit
+def on_a_gpu(arguments, cotangents):
+    """(o, final_state), and the gradients in the order of GRADIENT_RATIO."""
+    floating = {name: arguments[name] for name in GRADIENT_RATIO}
     segment_ids = arguments["segment_ids"]
 
+    def outputs(floating):
+        return gated_delta_rule(**floating, segment_ids=segment_ids, implementation="pallas_gpu")
+
+    results, pullback = jax.vjp(outputs, floating)
+    (found,) = pullback(cotangents)
+    return results, [found[name] for name in GRADIENT_RATIO]
+
+
+@pytest.mark.covers("gated_delta_rule", "pallas_gpu")
+@pytest.mark.gpu
+@written_for
+@pytest.mark.parametrize(("K", "V"), EVERY_PAIR)
+def test_every_pair_of_widths_on_a_gpu_matches_the_reference(key, K, V):
+    arguments = inputs(key, (1, 200, 1, 2, K, V), segments=True, mask=True)
+
     def gradients(arguments, cotangents):
-        floating = {name: arguments[name] for name in GRADIENT_RATIO}
+        results, found = on_a_gpu(arguments, cotangents)
+        assert_matches_reference(arguments, results)
+        return found
 
-        def outputs(floating):
-            return gated_delta_rule(
-                **floating, segment_ids=segment_ids, implementation="pallas_gpu"
-            )
-
-        (found,) = jax.vjp(outputs, floating)[1](cotangents)
-        return [found[name] for name in GRADIENT_RATIO]
-
-    assert_gradients_match_reference(key, arguments, jax.jit(gradients))
+    assert_gradients_match_reference(key, arguments, gradients)
