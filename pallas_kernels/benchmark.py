@@ -273,18 +273,17 @@ def measure_peer(name: str, peers, case, dtype: str, gate_tokens: int) -> Row:
 def comparisons(cases, rows: list[Row]) -> list[str]:
     """A line for every row whose case names another to stand `beside`, if both were timed."""
     timed = {
-        (row.case, row.dtype, row.implementation): row
+        (row.case, row.dtype, row.implementation): (row.forward_ms, row.forward_backward_ms)
         for row in rows
         if row.forward_ms is not None and row.forward_backward_ms is not None
     }
     lines = []
-    for (name, dtype, implementation), row in timed.items():
-        other = timed.get((getattr(cases[name], "beside", None), dtype, implementation))
-        if other is not None:
-            forward = row.forward_ms / other.forward_ms
-            both = row.forward_backward_ms / other.forward_backward_ms
+    for (name, dtype, implementation), times in timed.items():
+        beside = str(getattr(cases.get(name), "beside", None))
+        if others := timed.get((beside, dtype, implementation)):
+            forward, both = (x / y for x, y in zip(times, others, strict=True))
             lines.append(
-                f"{name} takes the time of {other.case} times {forward:.2f} forward, {both:.2f} "
+                f"{name} takes the time of {beside} times {forward:.2f} forward, {both:.2f} "
                 f"forward+backward ({implementation}, {dtype})"
             )
     return lines
