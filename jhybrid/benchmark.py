@@ -16,18 +16,21 @@ by the host's clock, launches included.
 
 `--decode mostx131072` takes as many rows as all of the models have room for, a power of two.
 `--vary model.remat=none,block` times every config once with each of these settings.
+`--families all` (or gla,retnet,...) times the Transformer and each of the hybrid study's mixers in
+the place of a config's model, and compares them; `--resume` keeps the rows of `--json`:
+
+    python -m jhybrid.benchmark --config configs/hybrid_340m.py --families all --train 8x4096
+        --decode 1x4096 --decode 64x4096 --json mixers.json --minutes 8 --resume
 """
 
 import argparse
 import dataclasses
 import functools
 import itertools
-import json
 import math
-import platform
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +39,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jhybrid import commandline
-from jhybrid.commandline import cell
+from jhybrid import benchmark_rows, commandline
+from jhybrid.benchmark_rows import TRANSFORMER, Row, table
 from jhybrid.config import (
     ChunkRoutedConfig,
     Experiment,
@@ -51,6 +54,7 @@ from jhybrid.mixers import Context, State
 from jhybrid.mixers.chunk_routed import ChunkRoutedState
 from jhybrid.mixers.head_routed_ops import HeadRoutedState
 from jhybrid.model import HybridLM, flops_per_token, parameter_count
+from jhybrid.model_families import FAMILIES, like
 from jhybrid.parameters import flatten, matrix_paths, unflatten
 from jhybrid.sharding import make_mesh
 from jhybrid.softmax_budget import parse_fractions
@@ -64,33 +68,17 @@ DECODE_BATCHES = 5
 MODES = ("train", "forward", "prefill", "decode")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Row:
-    """One model in one use; `note` says why a number is missing."""
-
-    name: str  # of the experiment, and what was varied in it
-    parameters: int
-    mode: str
-    rows: int
-    tokens: int  # of each row
-    softmax_fraction: float | None = None  # of (chunk, head) pairs; None: nothing is routed
-    ms: float | None = None  # of a step; of one token of every row in `decode`
-    tokens_per_second: float | None = None
-    mfu: float | None = None  # `train` only, formula in jhybrid.model.flops_per_token
-    peak_bytes: int | None = None  # arguments, results and temporaries of the compiled program
-    state_bytes: int | None = None  # of the decoding state, all rows
-    note: str = ""
-
-
 def measure(experiment: Experiment, mode: str, shape: tuple[int, int], fraction: float) -> Row:
-    """The row of one model; running out of memory becomes a note."""
+    """The row of one model; a failure, as for want of memory, becomes a note."""
     row = Row(experiment.name, parameter_count(experiment.model), mode, *shape)
     try:
         if mode == "train":
             return _train(row, experiment)
         return _infer(row, experiment, fraction)
-    except jax.errors.JaxRuntimeError as error:
-        return dataclasses.replace(row, note=first_line(error))
+    except UserError:
+        raise
+    except Exception as error:  # out of memory, or a kernel that cannot: the others go on
+        return dataclasses.replace(row, note=f"{type(error).__name__}: {first_line(error)}")
 
 
 def _train(row: Row, experiment: Experiment) -> Row:
@@ -333,22 +321,6 @@ def peak_bytes(compiled) -> int | None:
     return held + found.temp_size_in_bytes
 
 
-def table(rows: Sequence[Row]) -> str:
-    lines = [
-        f"{'model':<24} {'use':<8} {'shape':>10} {'softmax':>8} {'ms':>10} {'tokens/s':>11} "
-        f"{'MFU':>6} {'peak GiB':>9} {'state MiB':>10}"
-    ]
-    for row in rows:
-        shape = f"{row.rows}x{row.tokens}"
-        lines.append(
-            f"{row.name:<24} {row.mode:<8} {shape:>10} {cell(row.softmax_fraction, '8.3f')} "
-            f"{cell(row.ms, '10.3f')} {cell(row.tokens_per_second, '11.0f')} "
-            f"{cell(row.mfu, '6.3f')} {cell(row.peak_bytes and row.peak_bytes / 2**30, '9.2f')} "
-            f"{cell(row.state_bytes and row.state_bytes / 2**20, '10.1f')} {row.note}".rstrip()
-        )
-    return "\n".join(lines)
-
-
 def shape_or_most(text: str) -> tuple[int | None, int]:
     """`parse_shape`, or None for "most" rows."""
     most, cross, tokens = text.partition("mostx")
@@ -388,6 +360,16 @@ def _most_here(mode: str, models: Sequence[tuple[ModelConfig, float]], tokens: i
     return most_rows(models, tokens, stats["bytes_limit"])
 
 
+def of_families(experiment: Experiment, names: str) -> list[Experiment]:
+    """The experiment with models of each family, as deep, and first with the Transformer."""
+    chosen = FAMILIES if names == "all" else names.split(",")
+    old, depth = experiment.model, len(experiment.model.blocks)
+    return [
+        dataclasses.replace(experiment, name=name, model=like(old, name, "pure", depth=depth))
+        for name in dict.fromkeys((TRANSFORMER, *chosen))
+    ]
+
+
 def parser() -> argparse.ArgumentParser:
     parser = commandline.Parser(
         prog="python -m jhybrid.benchmark", description="Time whole models with random weights."
@@ -402,11 +384,15 @@ def parser() -> argparse.ArgumentParser:
         )
     parser.add_argument("--vary", metavar="a.b=c,d", help="each config with each of these settings")
     parser.add_argument("--softmax-fraction", default="0.25", help="of chunks or heads; or several")
+    parser.add_argument("--families", metavar="NAMES", help="all, or as gla,retnet")
     parser.add_argument("--json", type=Path, help="also write the rows")
+    parser.add_argument("--resume", action="store_true", help="keep the rows of --json")
+    parser.add_argument("--minutes", type=commandline.minutes, help="time no row after so many")
     return parser
 
 
 def main() -> int:
+    began = time.monotonic()
     arguments = parser().parse_args()
     fractions = parse_fractions(arguments.softmax_fraction, "--softmax-fraction")
     experiments = [
@@ -414,11 +400,38 @@ def main() -> int:
         for path in arguments.config
         for experiment in variants(path, arguments.set, arguments.vary)
     ]
+    if arguments.families is not None:
+        found = [of_families(experiment, arguments.families) for experiment in experiments]
+        experiments = [experiment for of_config in found for experiment in of_config]
+    if arguments.resume and len(fractions) > 1:
+        raise UserError("--resume: with one --softmax-fraction")
     commandline.use_compile_cache(None)
+    commandline.draw_by_kernel()
+    work = list(_work(arguments, experiments, fractions))
+    if not work:
+        raise UserError(f"nothing to time: name a shape by --{', --'.join(MODES)}")
     device = jax.devices()[0].device_kind
+    rows = benchmark_rows.kept(arguments.json, device) if arguments.resume else []
+    done = {(row.name, row.mode, (row.rows, row.tokens)) for row in rows}
     print(f"jax {jax.__version__}, {jax.device_count()} x {device}", flush=True)
-    rows: list[Row] = []
     print(table(rows), flush=True)
+    for experiment, mode, shape, fraction in work:
+        if (experiment.name, mode, shape) in done:
+            continue
+        if time.monotonic() - began > 60 * (arguments.minutes or math.inf):
+            print("stopped after --minutes; --resume times the rest", flush=True)
+            break
+        rows.append(measure(experiment, mode, shape, fraction))
+        print(table(rows).splitlines()[-1], flush=True)
+        if arguments.json is not None:
+            benchmark_rows.write(arguments.json, rows, device)
+    return 0
+
+
+def _work(
+    arguments: argparse.Namespace, experiments: Sequence[Experiment], fractions: Sequence[float]
+) -> Iterator[tuple[Experiment, str, tuple[int, int], float]]:
+    """What `measure` is asked for, in order."""
     for mode in MODES:
         models = [
             (experiment, fraction)
@@ -429,20 +442,7 @@ def main() -> int:
             if count is None:
                 count = _most_here(mode, [(e.model, f) for e, f in models], tokens)
             for experiment, fraction in models:
-                rows.append(measure(experiment, mode, (count, tokens), fraction))
-                print(table(rows[-1:]).splitlines()[-1], flush=True)
-                if arguments.json is not None:
-                    found = {
-                        "jax": jax.__version__,
-                        "device": device,
-                        "python": platform.python_version(),
-                        "rows": [dataclasses.asdict(row) for row in rows],
-                    }
-                    text = json.dumps(found, indent=1) + "\n"
-                    commandline.write_text(arguments.json, text, "--json")
-    if not rows:
-        raise UserError(f"nothing to time: name a shape by --{', --'.join(MODES)}")
-    return 0
+                yield experiment, mode, (count, tokens), fraction
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """What every command line shares: one-line errors, config files, the cache of compiled programs."""
 
 import argparse
+import math
 import os
 import runpy
 import sys
@@ -28,6 +29,17 @@ def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number of at least 1")
     return int(text)
+
+
+def minutes(text: str) -> float:
+    """An argument type: a time above 0."""
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not 0 < found < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number of minutes above 0")
+    return found
 
 
 def load_config(path: str, assignments: Sequence[str] = ()) -> Experiment:
@@ -91,6 +103,14 @@ def use_compile_cache(folder: Path | None) -> None:
         return
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     jax.config.update("jax_compilation_cache_dir", str(folder or cache / "jhybrid" / "compiled"))
+
+
+def draw_by_kernel() -> None:
+    """Random numbers of a GPU by a ready kernel: the same, but not unrolled wherever one is drawn.
+
+    For programs that are compiled more often than they draw.
+    """
+    jax.config.update("jax_threefry_gpu_kernel_lowering", True)
 
 
 def run(main: Callable[[], int]) -> NoReturn:

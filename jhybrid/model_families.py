@@ -67,6 +67,15 @@ def hybrid(
     )
 
 
+def like(model: ModelConfig, family: str, layout: str, *, depth: int) -> ModelConfig:
+    """`hybrid` with the width, the vocabulary and the settings of `model`, not its blocks."""
+    names = {field.name for field in dataclasses.fields(model)}
+    names -= {"dim", "vocab_size", "blocks", "embed_norm", "norm_eps"}
+    settings = {name: getattr(model, name) for name in names}
+    sizes = {"dim": model.dim, "depth": depth, "vocab_size": model.vocab_size}
+    return hybrid(family, layout, **sizes, **settings)
+
+
 def _full(linear: Layer, dim: int) -> Layer:
     """A layer of softmax attention with the linear layer's norms and channel mixer."""
     full = _softmax(dim)

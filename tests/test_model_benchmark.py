@@ -120,6 +120,48 @@ def test_routed_models_are_timed_at_each_fraction(run_command, monkeypatch):
     assert status == 2 and "expected numbers from 0 to 1" in error
 
 
+def test_mixers_are_timed_beside_the_transformer_and_a_failing_one_is_a_row(
+    run_command, tmp_path, monkeypatch, quick
+):
+    out = tmp_path / "out.json"
+    monkeypatch.setattr(benchmark.commandline, "use_compile_cache", lambda folder: None)
+    measured, broken = [], True
+
+    def measure(row, experiment):
+        measured.append(experiment.model)
+        if broken and row.name == "gla":
+            raise RuntimeError("too large\nfor this device")
+        return dataclasses.replace(row, ms=1.0, tokens_per_second=900 / len(measured))
+
+    monkeypatch.setattr(benchmark, "_train", measure)
+    size = ("--set", "model.dim=128", "--set", "model.vocab_size=300")
+    arguments = ("--config", tiny.__file__, "--families", "gla,hgrn", "--train", "2x32")
+    arguments += (*size, "--json", out, "--resume")
+    status, shown, _ = run_command(benchmark, *arguments)
+    assert status == 0 and "RuntimeError: too large" in shown
+    assert [len(model.blocks) for model in measured] == [2, 2, 2]
+    assert {model.compute_dtype for model in measured} == {"float32"}  # the config's
+    lines = {line.split()[0]: line.split() for line in shown.splitlines()[2:]}
+    assert list(lines) == ["softmax", "gla", "hgrn"]
+    assert lines["softmax"][5:7] == ["900", "1.00"] and lines["hgrn"][5:7] == ["300", "0.33"]
+    broken = False
+    status, shown, _ = run_command(benchmark, *arguments, "--minutes", "1e-9")
+    assert status == 0 and shown.endswith("stopped after --minutes; --resume times the rest\n")
+    status, shown, _ = run_command(benchmark, *arguments)
+    assert status == 0 and len(measured) == 4 and measured[3] == measured[1]
+    kept = json.loads(out.read_text())["rows"]
+    assert [(row["name"], row["note"]) for row in kept] == [
+        ("softmax", ""),
+        ("hgrn", ""),
+        ("gla", ""),
+    ]
+    out.write_text('{"rows": 3}')
+    status, _, err = run_command(benchmark, *arguments)
+    assert status == 2 and err.count("\n") == 1 and "no rows of this command" in err
+    with pytest.raises(UserError, match="family='mamba9': choose one of"):
+        benchmark.of_families(tiny.change(tiny.config(), model={"dim": 64}), "mamba9")
+
+
 def test_a_config_is_timed_with_each_of_the_varied_settings():
     found = benchmark.variants(tiny.__file__, ["model.dim=8"], "model.remat=none,block")
     assert [e.name for e in found] == ["tiny.none", "tiny.block"]

@@ -20,7 +20,6 @@ import sys
 import time
 from pathlib import Path
 
-import jax
 from absl import flags
 
 from jhybrid import commandline
@@ -58,16 +57,6 @@ def shard(text: str) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-def minutes(text: str) -> float:
-    try:
-        found = float(text)
-    except ValueError:
-        found = math.nan
-    if not 0 < found < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a number of minutes above 0")
-    return found
-
-
 def chosen(study: Study, names: str | None, part: tuple[int, int]) -> tuple[Cell, ...]:
     """The cells of `names`, or all, of which `part` is this process's."""
     cells = study.cells
@@ -86,7 +75,9 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--plan", required=True, type=Path, help="file with study()")
     parser.add_argument("--workdir", type=Path, help="default: studies/<study name>")
     parser.add_argument("--shard", type=shard, default=(0, 1), metavar="I/N", help="of the cells")
-    parser.add_argument("--minutes", type=minutes, help="stop after so many, with all saved")
+    parser.add_argument(
+        "--minutes", type=commandline.minutes, help="stop after so many, with all saved"
+    )
     parser.add_argument("--cells", help="only these, by name and comma, as gla_3-1,hgrn2_pure")
     parser.add_argument("--list", action="store_true", help="print the cells and stop")
     parser.add_argument("--report-only", action="store_true", help="train and measure nothing")
@@ -103,8 +94,7 @@ def main() -> int:
         print(*(cell.name for cell in cells), sep="\n")
         return 0
     commandline.use_compile_cache(arguments.compile_cache)
-    # The same numbers; else a GPU's compiler unrolls the hash wherever a number is drawn.
-    jax.config.update("jax_threefry_gpu_kernel_lowering", True)
+    commandline.draw_by_kernel()
     signals: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda received, frame: signals.append(received))

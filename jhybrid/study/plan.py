@@ -12,7 +12,7 @@ from typing import Any
 from jhybrid.config import AssociativeRecall, Experiment, Needle
 from jhybrid.config_fields import frozen, require, require_positive
 from jhybrid.layouts import full_layers
-from jhybrid.model_families import hybrid
+from jhybrid.model_families import like
 from jhybrid.serialization import to_json
 
 
@@ -134,11 +134,7 @@ def grid(
 
 
 def _cell(mixer: str, layout: str, experiment: Experiment, depth: int) -> Cell:
-    given = experiment.model
-    names = {field.name for field in dataclasses.fields(given)}
-    names -= {"dim", "vocab_size", "blocks", "embed_norm", "norm_eps"}
-    fields = {name: getattr(given, name) for name in names}
-    model = hybrid(mixer, layout, dim=given.dim, depth=depth, vocab_size=given.vocab_size, **fields)
+    model = like(experiment.model, mixer, layout, depth=depth)
     return Cell(
         mixer=mixer,
         layout=layout,
