@@ -1,5 +1,7 @@
 """Two-layer models agree with flash-linear-attention 0.6.0: logits, mixers, states, gradients.
 
+Lightning attention, of which it has no layer, agrees as an op.
+
 The recordings come from golden/make_fla_goldens.py; both sides compute in fp32.
 """
 
@@ -17,6 +19,7 @@ from jhybrid.block_groups import by_block, from_blocks
 from jhybrid.config import BlockConfig, GatedDeltaNetConfig, ModelConfig, SwiGLUConfig
 from jhybrid.convert.fla import sources
 from jhybrid.mixers import Context
+from jhybrid.mixers.lightning import log_decays
 from jhybrid.model import HybridLM, rising_bounds
 from jhybrid.recurrent_config import (
     DeltaNetConfig,
@@ -29,6 +32,7 @@ from jhybrid.recurrent_config import (
     RWKV6ChannelConfig,
     RWKV6Config,
 )
+from pallas_kernels import simple_linear_attention
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -57,6 +61,7 @@ FAMILIES = {
     "hgrn": blocks(HGRNConfig(width=16)),
     "hgrn2": blocks(HGRN2Config(num_heads=2, key_dim=8, value_dim=8)),
     "mamba2": blocks(Mamba2Config(num_heads=4, key_dim=12, value_dim=8), None),
+    "mamba2_groups": blocks(Mamba2Config(num_heads=4, key_dim=12, value_dim=8, num_groups=2), None),
     "rwkv6": RWKV6 * 2,
 }
 every_family = pytest.mark.parametrize("family", FAMILIES)
@@ -72,7 +77,7 @@ class Recording:
             dim=16,
             blocks=FAMILIES[family],
             embed_norm=family == "rwkv6",
-            norm_eps=1e-5 if family in ("rwkv6", "mamba2") else 1e-6,
+            norm_eps=1e-5 if family in ("rwkv6", "mamba2", "mamba2_groups") else 1e-6,
             compute_dtype="float32",
             remat="none",
         )
@@ -147,3 +152,21 @@ def test_mixers_and_their_final_states(family):
     for layer, block in enumerate(mixing):
         assert_close(outputs[block], recorded.arrays[f"o.{layer}"], 1e-5, f"mixer {layer}")
         assert_close(states[block], recorded.arrays[f"s.{layer}"], 1e-5, f"state {layer}")
+
+
+def test_lightning_attention_as_an_op():
+    path = Path(__file__).parent / "golden" / "fla_lightning.npz"
+    recorded = {name: jnp.asarray(value) for name, value in np.load(path).items()}
+    g = log_decays(4, jnp.float32(2 / 5))
+
+    @jax.jit
+    def run(q, k, v):
+        decays = jnp.broadcast_to(g, q.shape[:3])
+        return simple_linear_attention(q, k, v, decays, implementation="xla")
+
+    inputs = [recorded[name] for name in "qkv"]
+    (o, state), pull = jax.vjp(run, *inputs)
+    assert_close(o, recorded["o"], 1e-5, "o")
+    assert_close(state, recorded["s"], 1e-5, "state")
+    for name, gradient in zip("qkv", pull((recorded["do"], recorded["ds"])), strict=True):
+        assert_close(gradient, recorded[f"g.{name}"], 1e-4, f"d{name}")

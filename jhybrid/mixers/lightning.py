@@ -26,8 +26,13 @@ class Lightning(GatedHeads):
         H = self.config.num_heads
         q, k, v = (jax.nn.silu(upcast(a)).astype(x.dtype) for a in self.project(x))
         depth = 0.0 if context.depth is None else context.depth
-        rate = jnp.arange(H, dtype=jnp.promote_types(x.dtype, "float32")) * (8 / H)
-        g = jnp.broadcast_to(-rate * (1 - depth), (*x.shape[:2], H))
+        decays = log_decays(H, jnp.asarray(depth, jnp.promote_types(x.dtype, "float32")))
+        g = jnp.broadcast_to(decays, (*x.shape[:2], H))
         op = partial(simple_linear_attention, implementation=self.model.implementation)
         o, state = recur(op, {"q": q, "k": k, "v": v, "g": g}, state, context)
         return self.leave(o, x, jax.nn.sigmoid), state, {}
+
+
+def log_decays(heads: int, depth: Float[Array, ""]) -> Float[Array, "H"]:
+    """-8 h / H (1 - depth) of head h, in the dtype of `depth`."""
+    return -8 / heads * (1 - depth) * jnp.arange(heads, dtype=depth.dtype)

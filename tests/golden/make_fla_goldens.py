@@ -10,9 +10,15 @@ and activations. Triton itself is replaced by an empty module, so that it need n
 
 A file fla_FAMILY.npz holds `tokens`, `cotangent` and `logits` [1, T, vocab], `p.NAME` parameters
 and `g.NAME` gradients of sum(logits * cotangent) by state_dict name, `o.LAYER` outputs of the token
-mixers and `s.LAYER` their final states, key dim first.
+mixers and `s.LAYER` their final states, key dim first. fla_lightning.npz is of an op, not a model:
+`q`, `k`, `v`, the cotangents `do` and `ds` of outputs `o` and final state `s`, and gradients `g.q`,
+`g.k`, `g.v`.
+
+Where Mamba-2 has several groups, its plain path gives head h group h % groups, its kernels and its
+decoding step group h // (heads / groups). The recording has the latter.
 """
 
+import functools
 import importlib
 import importlib.abc
 import importlib.machinery
@@ -41,6 +47,10 @@ FAMILIES = {  # model class prefix, config
     "hgrn": ("HGRN", {}),
     "hgrn2": ("HGRN2", {"expand_ratio": 8, "num_heads": None}),
     "mamba2": ("Mamba2", {"head_dim": 8, "state_size": 12, "num_heads": 4, "norm_eps": 1e-5}),
+    "mamba2_groups": (
+        "Mamba2",
+        {"head_dim": 8, "state_size": 12, "num_heads": 4, "norm_eps": 1e-5, "n_groups": 2},
+    ),
     "rwkv6": ("RWKV6", {"num_heads": 2, "proj_low_rank_dim": 4, "gate_low_rank_dim": 6}),
 }
 
@@ -93,6 +103,7 @@ def rms(x, weight, eps):
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
 
 
+@functools.cache  # the second family must not find the first one's replacements
 def replace_modules():
     """Plain torch in the forward passes of the modules that call kernels."""
     from fla.modules import norm, rotary
@@ -125,8 +136,10 @@ def replace_modules():
     )
 
     def gate_then_norm(self, x, z):
-        assert not self.norm_before_gate and self.group_size in (None, x.shape[-1])
-        return rms(x * F.silu(z), self.weight, self.eps)
+        assert not self.norm_before_gate
+        groups = (-1, self.group_size or x.shape[-1])
+        gated = (x * F.silu(z)).unflatten(-1, groups)
+        return rms(gated, self.weight.unflatten(0, groups), self.eps).flatten(-2)
 
     norm.RMSNormGated.forward = gate_then_norm
 
@@ -245,6 +258,39 @@ def draw(name, parameter, random):
     return torch.tensor(value, dtype=torch.float32)
 
 
+def repeat(x, *counts):
+    """`torch.Tensor.repeat` in Mamba-2's plain path: groups in the order of its kernels."""
+    if x.ndim == 4 and counts[:2] == (1, 1) and counts[3:] == (1,):
+        return x.repeat_interleave(counts[2], 2)
+    return torch.tile(x, counts)
+
+
+def record_lightning():
+    """The third of five layers; silu and norms are around the op, not in it."""
+    from fla.ops.lightning_attn import chunk
+    from fla.ops.simple_gla.naive import naive_recurrent_simple_gla
+
+    def simple_gla(q, k, v, scale, g_gamma, initial_state, output_final_state, **_):
+        g = g_gamma.expand(q.shape[:3])
+        return naive_recurrent_simple_gla(q, k, v, g, scale, initial_state, output_final_state)
+
+    chunk.chunk_simple_gla = simple_gla
+    random = np.random.default_rng(0)
+    shapes = {"q": (1, T, 4, 8), "k": (1, T, 4, 8), "v": (1, T, 4, 12)}
+    shapes |= {"do": (1, T, 4, 12), "ds": (1, 4, 8, 12)}
+    drawn = {
+        name: torch.tensor(random.standard_normal(shape), dtype=torch.float32)
+        for name, shape in shapes.items()
+    }
+    inputs = [drawn[name].requires_grad_() for name in "qkv"]
+    o, state = chunk.chunk_lightning_attn(
+        *inputs, layer_idx=2, num_layers=5, output_final_state=True
+    )
+    grads = torch.autograd.grad((o * drawn["do"]).sum() + (state * drawn["ds"]).sum(), inputs)
+    recorded = {**drawn, "o": o, "s": state} | dict(zip(("g.q", "g.k", "g.v"), grads, strict=True))
+    return {name: value.detach().numpy() for name, value in recorded.items()}
+
+
 def record(family):
     prefix, fields = FAMILIES[family]
     models = importlib.import_module("fla.models")
@@ -255,7 +301,8 @@ def record(family):
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(draw(name, parameter, random))
-    backbone = model.backbone if family == "mamba2" else model.model
+    mamba = prefix == "Mamba2"
+    backbone = model.backbone if mamba else model.model
     recorded = {}
 
     def keep(layer):
@@ -265,15 +312,17 @@ def record(family):
         return hook
 
     for i, layer in enumerate(backbone.layers):
-        (layer.mixer if family == "mamba2" else layer.attn).register_forward_hook(keep(i))
+        (layer.mixer if mamba else layer.attn).register_forward_hook(keep(i))
     tokens = torch.tensor(random.integers(0, VOCAB, (1, T)))
     cotangent = torch.tensor(random.standard_normal((1, T, VOCAB)), dtype=torch.float32)
+    whole, torch.Tensor.repeat = torch.Tensor.repeat, repeat if mamba else torch.Tensor.repeat
     output = model(input_ids=tokens, use_cache=True)
+    torch.Tensor.repeat = whole
     (output.logits * cotangent).sum().backward()
     recorded |= {"tokens": tokens.int(), "cotangent": cotangent, "logits": output.logits}
     for i in range(len(backbone.layers)):
         state = output.past_key_values[i]["recurrent_state"]
-        recorded[f"s.{i}"] = state.mT if family == "mamba2" else state
+        recorded[f"s.{i}"] = state.mT if mamba else state
     for name, parameter in model.named_parameters():
         recorded[f"p.{name}"], recorded[f"g.{name}"] = parameter, parameter.grad
     return {name: value.detach().numpy() for name, value in recorded.items()}
@@ -282,7 +331,7 @@ def record(family):
 if __name__ == "__main__":
     sys.meta_path.insert(0, NoTriton())
     torch.compile = lambda function=None, **_: function or (lambda f: f)
-    for family in sys.argv[2:] or FAMILIES:
-        arrays = record(family)
+    for family in sys.argv[2:] or (*FAMILIES, "lightning"):
+        arrays = record_lightning() if family == "lightning" else record(family)
         np.savez_compressed(f"{sys.argv[1]}/fla_{family}.npz", **arrays)
         print(family, {n: x.shape for n, x in arrays.items() if n[0] in "sol"})
