@@ -38,7 +38,7 @@ BASE = tiny.change(tiny.config(), model={"dim": 128})
 @pytest.mark.parametrize(
     ("name", "cells", "seeds"),
     [
-        ("mini", 19, 3),
+        ("mini", 25, 3),
         ("hybrid_ratio", 33, 3),
         ("chunk_routing", 7, 3),
         ("chunk_routing_cpu", 4, 3),
