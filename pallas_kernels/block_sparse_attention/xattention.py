@@ -4,7 +4,8 @@ It only chooses, for `BlockMask.from_blocks`; no gradient passes through the cho
 one group of query blocks are all that exists at a time.
 """
 
-import jax
+import functools
+
 import jax.numpy as jnp
 from jax import lax
 
@@ -57,30 +58,39 @@ def xattention_select(
     # padding tokens, of the row or of its last block, score as zeros
     real = pad_to_multiple(segment_ids >= 0, block_size, axis=1)
     start = pad_to_multiple(document_starts(segment_ids), block_size, axis=1)
-    q, k = (
-        jnp.where(
-            real[..., None, None], pad_to_multiple(lax.stop_gradient(x), block_size, axis=1), 0
-        )
-        for x in (q, k)
-    )
+    q, k = (pad_to_multiple(lax.stop_gradient(x), block_size, axis=1) for x in (q, k))
     first_tile, first_block = (_first_start(real, start, size) for size in (stride, block_size))
-    # The antidiagonal: a query tile is read backwards. Tiles lie in rows, as the products take
-    # them, or every group of queries would transpose all keys again.
-    queries = split_chunks(q, stride)[:, :, ::-1].transpose(0, 3, 1, 2, 4)
-    queries = queries.reshape(B, G, H // G, N * tiles, stride * K)
-    keys = split_chunks(k, stride).transpose(0, 3, 1, 2, 4).reshape(B, G, N * tiles, stride * K)
+    factor = (K**-0.5 if scale is None else scale) / stride
 
+    def tiles_of(x, block, blocks, backwards):  # [B, G, H / G or 1, blocks * tiles, stride * K]
+        """Tiles in rows, as products take them, laid out once: each span's keys, each group's
+        queries, straight from where they stand."""
+        tokens = block * block_size, blocks * block_size
+        x, kept = (lax.dynamic_slice_in_dim(y, *tokens, axis=1) for y in (x, real))
+        x = split_chunks(jnp.where(kept[..., None, None], x, 0), stride)
+        x = x[:, :, ::-1] if backwards else x  # the antidiagonal
+        return x.transpose(0, 3, 1, 2, 4).reshape(B, G, -1, blocks * tiles, stride * K)
+
+    spans = _spans(N, block_size)
+    keys = [tiles_of(k, begin, end - begin, False)[:, :, 0] for begin, end, _ in spans]
     masses = []
-    for begin, end, group in _spans(N, block_size):
-        near = keys[:, :, : end * tiles]
+    for last, (begin, end, group) in enumerate(spans):
 
-        def mass_of(i, near=near, end=end, group=group):
+        def mass_of(i, last=last, end=end, group=group):
             """Query blocks [i, i + group) against the first `end` key blocks."""
-            rows = lax.dynamic_slice_in_dim(queries, i * tiles, group * tiles, axis=3)
+            rows = tiles_of(q, i, group, True)
             tile = i * tiles + jnp.arange(group * tiles)
             first = lax.dynamic_slice_in_dim(first_tile, i * tiles, group * tiles, axis=1)
-            mass = _mass(rows, near, tile, first, (K**-0.5 if scale is None else scale) / stride)
-            return mass.reshape(B, H, group, tiles, end, tiles).sum((3, 5))
+            found = [
+                _weights(rows, near, tile, first, spans[n][0] * tiles, tiles, factor)
+                for n, near in enumerate(keys[: last + 1])
+            ]
+            largest = functools.reduce(jnp.maximum, [peak for _, peak in found])
+            weights = [x * jnp.exp(peak - largest)[..., None] for x, peak in found]
+            weight = jnp.concatenate(weights, axis=-1)  # [B, H, tiles, end]
+            total = weight.sum(-1, keepdims=True)
+            mass = weight / jnp.where(total == 0, 1, total)
+            return mass.reshape(B, H, group, tiles, end).sum(3)
 
         mass = lax.map(mass_of, jnp.arange(begin, end, group))  # [n, B, H, group, end]
         mass = mass.transpose(1, 2, 0, 3, 4).reshape(B, H, end - begin, end)
@@ -100,14 +110,20 @@ def _first_start(
     return split_chunks(start, size).min(2)  # later documents of a piece start later
 
 
-def _mass(
+def _weights(
     queries: Float[Array, "B G r i sK"],
     keys: Float[Array, "B G n sK"],
     tile: Int[Array, "i"],
     first: Int[Array, "B i"],
+    begin: int,
+    tiles: int,
     scale: float,
-) -> Float[Array, "B H i n"]:
-    """Softmax over the key tiles first <= n <= tile of each query tile; 0 where there is none."""
+) -> tuple[Float[Array, "B H i N"], Float[Array, "B H i"]]:
+    """exp(score - peak) of each query tile summed over the `tiles` of each key block, and peak.
+
+    Of the key tiles begin, begin + 1, ... those count that lie between `first` and `tile`; peak is
+    the largest score among them, -1e30 where there is none.
+    """
     exact = jnp.promote_types(queries.dtype, jnp.float32)
     scores = scale * jnp.einsum(
         "bgrik,bgnk->bgrin",
@@ -117,9 +133,12 @@ def _mass(
         preferred_element_type=exact,
     )
     B, G, r, i, n = scores.shape
-    key = jnp.arange(n)
-    seen = (key <= tile[:, None]) & (key >= first[..., None])  # [B, i, n]
-    return jax.nn.softmax(scores.reshape(B, G * r, i, n), where=seen[:, None])
+    key = begin + jnp.arange(n)
+    seen = ((key <= tile[:, None]) & (key >= first[..., None]))[:, None]  # [B, 1, i, n]
+    scores = scores.reshape(B, G * r, i, n)
+    peak = jnp.max(scores, axis=-1, where=seen, initial=-1e30)
+    weights = jnp.where(seen, jnp.exp(scores - peak[..., None]), 0)
+    return split_chunks(weights, tiles, axis=3).sum(4), peak
 
 
 def _heaviest(
