@@ -264,6 +264,7 @@ CASES: tuple[Case, ...] = (
     ),
     _case("2k-chunks", (1, 2048, 4, 64), "quick", density=0.3, **_CHUNKS),
     _case("32k-causal", _32K, "bench"),
+    _case("64k-causal", (1, 65536, 16, 128)),
     *(
         _case(f"32k-blocks-{density:g}", _32K, "bench", mask="blocks", density=density)
         for density in (1.0, 0.5, 0.25, 0.125, 0.1, 0.0625)

@@ -9,10 +9,12 @@ import jax.numpy as jnp
 
 from pallas_kernels.block_sparse_attention import pallas_gpu
 from pallas_kernels.block_sparse_attention import pallas_gpu_plan as planning
+from pallas_kernels.block_sparse_attention.block_mask import Causal
 from pallas_kernels.block_sparse_attention.cases import Case
 from pallas_kernels.block_sparse_attention.pallas_gpu_plan import Plan
 from pallas_kernels.block_sparse_attention.reference import scene
 from pallas_kernels.block_sparse_attention.schedule import near_rules
+from pallas_kernels.block_sparse_attention.xattention import xattention_select
 
 _FORWARD: tuple[dict, ...] = (
     {},
@@ -36,7 +38,8 @@ def variants(plan: Plan, changes: tuple[dict, ...]) -> Iterator[tuple[str, Plan]
 
 
 def parts(case: Case, dtype: str) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """(label, a compiled call) of each schedule and of each kernel by itself."""
+    """(label, a compiled call) of each schedule and of each kernel by itself, and of XAttention's
+    choice of blocks beside a causal row."""
     from pallas_kernels.block_sparse_attention.pallas_gpu_dkv import key_gradients
     from pallas_kernels.block_sparse_attention.pallas_gpu_dq import query_gradient
     from pallas_kernels.block_sparse_attention.pallas_gpu_forward import forward
@@ -66,3 +69,6 @@ def parts(case: Case, dtype: str) -> Iterator[tuple[str, Callable[[], Any]]]:
     yield from timed(forward, pallas_gpu.by_query, "forward", plans.forward, _FORWARD, q, k, v)
     yield from timed(query_gradient, pallas_gpu.by_query, "dq", plans.dq, _DQ, *gradients)
     yield from timed(key_gradients, pallas_gpu.by_key, "dkv", plans.dkv, _DKV, *gradients)
+    if isinstance(mask, Causal):
+        select = jax.jit(xattention_select)
+        yield "xattention_select", lambda: select(q, k)

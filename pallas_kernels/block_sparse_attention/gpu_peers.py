@@ -5,6 +5,8 @@ compared with the reference on that.
 """
 
 import functools
+import importlib
+import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -64,7 +66,20 @@ def _attention_mgpu(case: Case) -> tuple[Any, str | None]:
     return Dense(attend, differentiable=False), None
 
 
+def _tokamax(case: Case) -> tuple[Any, str | None]:
+    """Its Mosaic GPU kernels; K and V may differ."""
+    del case
+    if importlib.util.find_spec("tokamax") is None:
+        return None, "tokamax is not installed"
+    tokamax: Any = importlib.import_module("tokamax")
+    attend = functools.partial(
+        tokamax.dot_product_attention, is_causal=True, implementation="mosaic"
+    )
+    return Dense(attend, differentiable=True), None
+
+
 PEERS: dict[str, Callable[[Case], tuple[Any, str | None]]] = {
     "cudnn dense": _cudnn,
+    "tokamax dense": _tokamax,
     "attention_mgpu dense": _attention_mgpu,
 }

@@ -1,5 +1,7 @@
 """Other TPU attention for the same problem, compiled beside ours by `tpu_schedule`."""
 
+import importlib
+import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -38,6 +40,16 @@ def _splash(case: Case, dtype: str) -> tuple[Any, str | None]:
     return Dense(attend), None
 
 
+def _tokamax(case: Case, dtype: str) -> tuple[Any, str | None]:
+    del dtype
+    if case.mask != "causal":
+        return None, "tokamax's kernel is compared on causal rows only"
+    tokamax: Any = importlib.import_module("tokamax")
+    options = {"is_causal": True, "implementation": "mosaic"}
+    return Dense(lambda q, k, v: tokamax.dot_product_attention(q, k, v, **options)), None
+
+
 def installed() -> dict[str, Callable[[Case, str], tuple[Any, str | None]]]:
     """Name -> (case, dtype) -> (its passes, why it cannot run)."""
-    return {"jax-splash": _splash}
+    there = importlib.util.find_spec("tokamax") is not None
+    return {"jax-splash": _splash} | ({"tokamax": _tokamax} if there else {})

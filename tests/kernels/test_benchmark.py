@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib.util
 import json
 import types
 
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import BlockMask, benchmark, gated_delta_rule, gated_linear_attention
-from pallas_kernels.block_sparse_attention import gpu_parts, gpu_peers
+from pallas_kernels.block_sparse_attention import gpu_parts, gpu_peers, tpu_peers
 from pallas_kernels.block_sparse_attention import pallas_gpu_plan as planning
 from pallas_kernels.block_sparse_attention.cases import Case
 from pallas_kernels.gated_delta_rule import gpu_peers as rule_peers
@@ -69,6 +70,14 @@ def test_a_peer_is_checked_on_what_it_computes(monkeypatch):
     assert rows["dense"].forward_backward_ms > 0
     assert (rows["wrong"].forward_ms, rows["wrong"].note) == (None, "not close to its reference")
     assert rows["absent"].note == "takes K = V"
+
+
+def test_a_peer_that_is_not_installed_is_named():
+    if importlib.util.find_spec("tokamax"):
+        pytest.skip("tokamax is installed")
+    row = benchmark.measure_peer("tokamax dense", gpu_peers, ATTENTION, "bfloat16", 32)
+    assert (row.forward_ms, row.note) == (None, "tokamax is not installed")
+    assert set(tpu_peers.installed()) == {"jax-splash"}
 
 
 def test_peers_of_the_delta_rule_are_checked_and_those_not_installed_are_named(monkeypatch):
