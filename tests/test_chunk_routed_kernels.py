@@ -156,7 +156,7 @@ def test_outputs_and_gradients_are_the_references(layer, routes):
     x = inputs()
     y, decisions, grads = results(case, x.astype(dtype), forced(x, routes))
     expected, expected_decisions, expected_grads = results(
-        build("reference", "reference", "float32"), x, forced(x, routes)
+        build(f"reference {dtype}", "reference", dtype), x.astype(dtype), forced(x, routes)
     )
     np.testing.assert_array_equal(decisions, expected_decisions)
     assert_close(y, expected, of_outputs, "y")
