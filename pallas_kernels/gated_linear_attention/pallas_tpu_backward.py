@@ -25,7 +25,14 @@ from pallas_kernels.gated_delta_rule.pallas_tpu_tiles import (
     positions,
     product,
 )
-from pallas_kernels.gated_linear_attention.pallas_tpu_levels import Layout, levels, sums
+from pallas_kernels.gated_linear_attention.pallas_tpu_levels import (
+    LEVELS,
+    Layout,
+    decayed_on_the_way,
+    differing_bits,
+    levels,
+    sums,
+)
 
 
 class _Refs(NamedTuple):
@@ -34,6 +41,7 @@ class _Refs(NamedTuple):
     v: Any
     g: Any
     do: Any
+    decayed: Any  # `decayed_on_the_way`
     bonus: Any  # None where a token reads itself as it reads the others
     states: Any
     dfinal: Any
@@ -68,19 +76,19 @@ def _tile(x: _Refs, heads: Heads, h: int) -> Iterator[None]:
         heads.own(x.dbonus.at[0])[h] += (dq_own * q).sum(0, keepdims=True)
     dg = jnp.zeros_like(g)
     yield
-    for level in levels(g, layout.exclusive):
+    differing, later = (differing_bits(both_orders=x) for x in (True, False))
+    for n, level in enumerate(levels(g, layout.exclusive)):
         if level.through is not None:
             break
         operand = level.choose(level.into * q, level.out * k)
-        meeting = level.meeting()
         scores = product(operand, operand, NT, dtype)
-        doperand = product(jnp.where(meeting, dpairs, 0), operand, NN, dtype)
+        doperand = product(jnp.where(level.meeting(differing), dpairs, 0), operand, NN, dtype)
         yield
-        attention = jnp.where(meeting & (i > j), scores, attention)
+        attention = jnp.where(level.latest(later), scores, attention)  # until the next one
         zero = jnp.zeros_like(doperand)
         dq += level.choose(level.into * doperand, zero)
         dk += level.choose(zero, level.out * doperand)
-        dg += sums(level.passed(layout.exclusive), operand * doperand, dtype)
+        dg += sums(x.decayed[n], operand * doperand, dtype)
         yield
     else:
         raise AssertionError("the last level is the tile")
@@ -91,8 +99,8 @@ def _tile(x: _Refs, heads: Heads, h: int) -> Iterator[None]:
     dv = scale * product(attention, do, TN, dtype) + product(writing, dstate_ref[...], NT, dtype)
     heads.lanes(x.dv, V)[:, lanes(h, V)] = dv.astype(dtype)
     yield
-    later = i < j if layout.exclusive else i <= j
-    dg += sums(later, reading * dreading, dtype) + sums(i > j, writing * dwriting, dtype)
+    dg += sums(x.decayed[LEVELS], reading * dreading, dtype)
+    dg += sums(x.decayed[LEVELS + 1], writing * dwriting, dtype)
     through = level.through * dstate_ref[...]
     dg += (through * state).sum(0, keepdims=True)
     heads.lanes(x.dg, K)[:, lanes(h, K)] = dg
@@ -106,8 +114,8 @@ def _tile(x: _Refs, heads: Heads, h: int) -> Iterator[None]:
 def _kernel(*refs, layout: Layout, bonus: bool):
     refs = list(refs)
     if not bonus:
-        refs.insert(5, None)
-        refs.insert(12, None)
+        refs.insert(6, None)
+        refs.insert(13, None)
     x = _Refs(*refs)
 
     @pl.when(pl.program_id(2) == 0)
@@ -116,7 +124,7 @@ def _kernel(*refs, layout: Layout, bonus: bool):
         if bonus:
             x.dbonus[...] = jnp.zeros_like(x.dbonus)
 
-    for_heads(layout, layout.side_by_side(1), functools.partial(_tile, x))
+    for_heads(layout, layout.side_by_side(4), functools.partial(_tile, x))
 
     @pl.when(pl.program_id(2) == pl.num_programs(2) - 1)
     def _leave():
@@ -141,6 +149,8 @@ def backward(
     B, H, K, V = layout.B, layout.H, layout.K, layout.V
     keys, values = layout.tokens(layout.heads * K), layout.tokens(layout.heads * V)
     inputs = [(q, keys), (k, keys), (v, values), (g, keys), (do, values)]
+    decayed = decayed_on_the_way(layout.exclusive)
+    inputs.append((decayed, pl.BlockSpec(decayed.shape, lambda b, h, n: (0, 0, 0))))
     if bonus is not None:
         inputs.append((bonus, layout.bonus()))
     inputs += [(states, layout.states()), (dfinal, layout.state())]

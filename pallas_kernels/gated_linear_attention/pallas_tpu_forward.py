@@ -24,7 +24,11 @@ from pallas_kernels.gated_delta_rule.pallas_tpu_tiles import (
     positions,
     product,
 )
-from pallas_kernels.gated_linear_attention.pallas_tpu_levels import Layout, levels
+from pallas_kernels.gated_linear_attention.pallas_tpu_levels import (
+    Layout,
+    differing_bits,
+    levels,
+)
 
 
 class _Refs(NamedTuple):
@@ -50,6 +54,7 @@ def _tile(x: _Refs, heads: Heads, h: int) -> Iterator[None]:
     i, j = positions()
     own = q if x.bonus is None else q * heads.own(x.bonus)[h]
     attention = jnp.where(i == j, product(own, k, NT, dtype), 0)
+    differing = differing_bits(both_orders=False)
     yield
     for level in levels(g, layout.exclusive):
         if level.through is not None:
@@ -57,7 +62,7 @@ def _tile(x: _Refs, heads: Heads, h: int) -> Iterator[None]:
         operand = level.choose(level.into * q, level.out * k).astype(dtype)
         scores = product(operand, operand, NT, dtype)
         yield
-        attention = jnp.where(level.meeting() & (i > j), scores, attention)
+        attention = jnp.where(level.latest(differing), scores, attention)  # until the next one
     else:
         raise AssertionError("the last level is the tile")
     if x.states is not None:
@@ -83,7 +88,7 @@ def _kernel(*refs, layout: Layout, bonus: bool, keep: bool):
     def _enter():
         x.state[...] = x.initial[0]
 
-    for_heads(layout, layout.side_by_side(2), functools.partial(_tile, x))
+    for_heads(layout, layout.side_by_side(4), functools.partial(_tile, x))
 
     @pl.when(pl.program_id(2) == pl.num_programs(2) - 1)
     def _leave():

@@ -20,13 +20,15 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.array_types import Array, Bool, Float
+from pallas_kernels.array_types import Array, Bool, Float, Int
 from pallas_kernels.gated_delta_rule import pallas_tpu_tiles as delta_rule
 from pallas_kernels.gated_delta_rule.pallas_tpu_tiles import NN, TILE, positions, product
 
+LEVELS = 7  # of two halves inside a tile
 _ROWS = 8  # of a vector register
 
 
@@ -64,18 +66,30 @@ class Level(NamedTuple):
             return jnp.where(_rows(right.shape) & self.size != 0, right, left)
         return jnp.concatenate([side[rows] for rows, side in _halves(self.size, left, right)])
 
-    def meeting(self) -> Bool[Array, "C C"]:
-        """The pairs of the level, in either order."""
-        i, j = positions()
-        differing = i ^ j
-        return (differing >= self.size) & (differing < 2 * self.size)
+    def latest(self, differing: Int[Array, "C C"]) -> Bool[Array, "C C"]:
+        """The pairs of this level and of those of larger blocks, from `differing_bits`."""
+        return differing >= self.size
 
-    def passed(self, exclusive: bool) -> Bool[Array, "C C"]:
-        """Which tokens t, along rows, are decayed on the way from or to a token c of their half."""
-        t, c = positions()
-        late = t < c if exclusive else t <= c
-        right = t & self.size != 0
-        return ((t ^ c) < self.size) & ((right & late) | (~right & (c < t)))
+    def meeting(self, differing: Int[Array, "C C"]) -> Bool[Array, "C C"]:
+        """The pairs of the level."""
+        return (differing ^ self.size) < self.size
+
+
+def differing_bits(*, both_orders: bool) -> Int[Array, "C C"]:
+    """i ^ j; where i is later than j, or else 0, unless in both orders."""
+    i, j = positions()
+    return i ^ j if both_orders else jnp.where(i > j, i ^ j, 0)
+
+
+def decayed_on_the_way(exclusive: bool) -> Float[Array, "L C C"]:
+    """Of each level, for the sums over a tile's tokens that are the gradient of g: one where token
+    t, along rows, is decayed on the way to c of its half, if that is a right one, or from it. The
+    last two are of the tile, as a right half and as a left one."""
+    t, c = np.arange(TILE)[:, None], np.arange(TILE)
+    late = t < c if exclusive else t <= c
+    sizes = 2 ** np.arange(LEVELS)
+    matrices = [((t ^ c) < size) & np.where(t & size, late, c < t) for size in sizes]
+    return jnp.asarray(np.stack([*matrices, late, c < t]), jnp.bfloat16)
 
 
 def _rows(shape: tuple[int, ...]) -> Array:
@@ -131,14 +145,13 @@ def _other_half(x: Float[Array, "C K"], size: int) -> Float[Array, "C K"]:
     return jnp.where(row & size != 0, earlier, later).reshape(x.shape)
 
 
-def sums(where: Bool[Array, "C C"], x: Float[Array, "C K"], dtype: jnp.dtype) -> Array:
-    """Row i is the sum of the rows j of x with where_ij: x as two or three bf16 parts, which is
-    exact to 16 or 24 bits, times ones."""
+def sums(ones: Float[Array, "C C"], x: Float[Array, "C K"], dtype: jnp.dtype) -> Array:
+    """Row i is the sum of the rows j of x where ones_ij is 1: x as two or three bf16 parts, which
+    is exact to 16 or 24 bits."""
     parts = []
     for _ in range(3 if dtype == jnp.float32 else 2):
         parts.append(x.astype(jnp.bfloat16))
         x -= parts[-1].astype(jnp.float32)
-    ones = jnp.where(where, 1.0, 0.0).astype(jnp.bfloat16)
     return product(
         jnp.concatenate([ones] * len(parts), axis=1),
         jnp.concatenate(parts, axis=0),

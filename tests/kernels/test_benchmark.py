@@ -101,23 +101,22 @@ def test_peers_of_the_delta_rule_are_checked_and_those_not_installed_are_named(m
     assert absent.note == "no_such_package is not installed"
 
 
-@pytest.mark.parametrize("rule", ["gla", "rwkv6", "kda"])
-def test_peers_of_gated_linear_attention_are_checked_on_the_arguments_of_the_rule(
-    rule, monkeypatch
-):
-    def attend(q, k, v, g, *gates):
-        named = dict(zip(gated_peers._names(case)[4:], gates, strict=True))
-        return gated_linear_attention(q, k, v, g, **named, implementation="xla")[0]
+def test_peers_of_gated_linear_attention_get_the_arguments_of_the_rule(monkeypatch):
+    names = {rule: gated_peers._names(GATED[f"{rule}-T65"]) for rule in ("gla", "rwkv6", "kda")}
+    assert [x[4:] for x in names.values()] == [(), ("bonus",), ("beta",)]
 
-    case = GATED[f"{rule}-T65"]
-    ours = gated_peers.Jax(attend, gated_peers._names(case))
+    def attend(q, k, v, g, bonus):
+        return gated_linear_attention(q, k, v, g, bonus=bonus, implementation="xla")[0]
+
+    case = GATED["rwkv6-one-token"]
+    ours = gated_peers.Jax(attend, names["rwkv6"])
     monkeypatch.setattr(gated_peers, "PEERS", {"ours": lambda case: (ours, None)})
     row = benchmark.measure_peer("ours", gated_peers, case, "bfloat16", 32)
     assert row.closeness_outputs <= 5e-3 and row.forward_backward_ms > 0
-    absent = gated_peers._peer("no_such_package.ops", (rule,), lambda ops, case: None)
+    absent = gated_peers._peer("no_such_package.ops", ("rwkv6",), lambda ops, case: None)
     assert absent(case) == (None, "no_such_package is not installed")
     other = gated_peers._peer("pallas_kernels.work", ("other",), lambda ops, case: None)
-    assert other(case) == (None, f"has kernels for other, not {rule}")
+    assert other(case) == (None, "has kernels for other, not rwkv6")
 
 
 def test_maxtexts_rule_gets_a_query_head_for_every_value_head(monkeypatch):
