@@ -366,6 +366,20 @@ def test_a_diverged_run_is_recorded_as_diverged(tmp_path):
     assert not (tmp_path / "runs" / "hgrn_pure_seed0" / "model").exists()
 
 
+def test_a_run_that_diverges_before_its_first_record_is_recorded_as_diverged(tmp_path, monkeypatch):
+    def train(experiment, seeds, folder, **options):
+        return [together.Outcome({}, "loss is not finite", [], together.Spent(1.0)) for _ in seeds]
+
+    monkeypatch.setattr(together, "train", train)
+    cells = (cell("one"),)
+    study = Study(name="s", cells=cells, seeds=(0,), evaluation=Evaluation(tasks=(), lengths=()))
+    runner = Runner(study, tmp_path)
+    runner.run(cells)
+    (result,) = runner.results()
+    assert (result["status"], result["reason"]) == ("diverged", "loss is not finite")
+    assert result["milliseconds_per_step"] is None
+
+
 def test_results_of_other_settings_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(together, "train", lambda e, seeds, folder, **_: outcome(e, seeds))
     nothing = Evaluation(tasks=(), lengths=())

@@ -134,10 +134,11 @@ class Runner:
     def _keep(self, cell: Cell, seed: int, outcome: Outcome) -> None:
         """Writes the model, or that there is none worth measuring; training is then over."""
         spent = outcome.spent
+        step = spent.of_step(outcome.log[-1]["step"]) if outcome.log else None
         facts = {
             "train_seconds": round(spent.seconds, 1),
             "preparing_seconds": round(spent.preparing, 1),
-            "milliseconds_per_step": round(1000 * spent.of_step(outcome.log[-1]["step"]), 2),
+            "milliseconds_per_step": None if step is None else round(1000 * step, 2),
             "log": outcome.log,
         }
         if outcome.diverged is not None:

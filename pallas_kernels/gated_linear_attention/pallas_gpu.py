@@ -40,12 +40,6 @@ def unsupported(problem: Any, target: Target) -> str | None:
     return None
 
 
-def only_by_name(problem: Any) -> str:
-    """Why `auto` passes over what can run."""
-    del problem
-    return "its kernels have not run on a GPU yet; implementation='pallas_gpu' runs them"
-
-
 def gated_linear_attention(
     q: Float[Array, "B T Hk K"],
     k: Float[Array, "B T Hk K"],
