@@ -31,6 +31,14 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def rows_and_tokens(text: str) -> tuple[int, int]:
+    """ "8x4096" as (rows, tokens)."""
+    rows, cross, tokens = text.partition("x")
+    if not cross:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected rows x tokens, as 8x4096")
+    return positive(rows), positive(tokens)
+
+
 def minutes(text: str) -> float:
     """An argument type: a time above 0."""
     try:

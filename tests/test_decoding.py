@@ -11,7 +11,8 @@ from flax import nnx
 from tiny_models import LINEAR, ROUTED, SOFTMAX, VOCAB, build, tiny, tokens
 
 from configs import nats_l_hybrid_380m
-from jhybrid import benchmark, decoding
+from jhybrid import decoding
+from jhybrid.benchmark import work
 from jhybrid.config import ChunkRoutedConfig
 from jhybrid.errors import UserError
 from jhybrid.memory import memory
@@ -194,7 +195,7 @@ def test_keys_and_values_take_the_kept_fraction_of_what_softmax_layers_take():
     """At 128K tokens, of the published hybrid: at most a tenth more than the fraction itself."""
     config = nats_l_hybrid_380m.config().model
     for fraction in (0.25, 0.1):
-        limited = benchmark.with_room(config, fraction)
+        limited = work.with_room(config, fraction)
         report = memory(abstract(limited), 131_072)
         mixers = [block.mixer for block in limited.blocks]
         own = [2 * m.num_heads * (m.key_dim + m.value_dim) for m in mixers]

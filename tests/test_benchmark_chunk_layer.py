@@ -1,8 +1,8 @@
-"""`python -m jhybrid.chunk_layer_benchmark`: one layer timed, the authors' beside it or why not."""
+"""`python -m jhybrid.benchmark.chunk_layer`: one layer timed, the authors' beside it or why not."""
 
 import pytest
 
-from jhybrid import chunk_layer_benchmark as benchmark
+from jhybrid.benchmark import chunk_layer as benchmark
 
 
 @pytest.fixture(autouse=True)

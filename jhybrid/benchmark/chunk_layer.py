@@ -1,6 +1,6 @@
 """Times one chunk-routed layer of the 380M model, beside the authors' released layer where it runs.
 
-    python -m jhybrid.chunk_layer_benchmark --shape 8x4096 --shape 1x32768
+    python -m jhybrid.benchmark.chunk_layer --shape 8x4096 --shape 1x32768
 
 The released layer (automl/NeuralAttentionSearchLinear, BSD-3-Clause) is the package `nats`: clone
 the repository and put its `src` on PYTHONPATH, beside PyTorch with Triton, einops and
@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jhybrid import commandline
-from jhybrid.benchmark import parse_shape, random_weights
+from jhybrid.benchmark.work import random_weights
 from jhybrid.config import BlockConfig, ChunkRoutedConfig, ModelConfig
 from jhybrid.errors import first_line
 from jhybrid.mixers import Context
@@ -110,10 +110,12 @@ def unavailable() -> str | None:
 
 def parser() -> argparse.ArgumentParser:
     parser = commandline.Parser(
-        prog="python -m jhybrid.chunk_layer_benchmark",
+        prog="python -m jhybrid.benchmark.chunk_layer",
         description="Time a chunk-routed layer beside the authors' own.",
     )
-    parser.add_argument("--shape", action="append", required=True, type=parse_shape, metavar="BxT")
+    parser.add_argument(
+        "--shape", action="append", required=True, type=commandline.rows_and_tokens, metavar="BxT"
+    )
     return parser
 
 

@@ -1,4 +1,4 @@
-"""`python -m jhybrid.head_benchmark` at a tiny size: the work it sets, what it makes of times."""
+"""`python -m jhybrid.benchmark.heads` at a tiny size: the work it sets, what it makes of times."""
 
 import dataclasses
 import json
@@ -11,56 +11,56 @@ import tiny
 import tiny_elastic
 from closeness import assert_close
 
-from jhybrid import benchmark, commandline, head_benchmark, head_layer_benchmark
+from jhybrid import commandline
+from jhybrid.benchmark import head_layer, heads, models, work
+from jhybrid.mixers import head_cache
 from pallas_kernels import xattention_select
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 CONFIG = tiny_elastic.config().model
-SETTINGS = head_layer_benchmark.Settings(
-    config=CONFIG, sparse=0.5, decode_sparse=0.5, kept=0.28, dense="xla"
-)
+SETTINGS = head_layer.Settings(config=CONFIG, sparse=0.5, decode_sparse=0.5, kept=0.28, dense="xla")
 
 
 def test_xattention_is_computed_and_then_set():
     H, N = 3, 100
-    spread = np.asarray(head_layer_benchmark.spread_blocks(0.28, (1, H, N, N)))[0]
+    spread = np.asarray(head_layer.spread_blocks(0.28, (1, H, N, N)))[0]
     assert not np.triu(spread, 1).any()
     assert spread[:, :, 0].all() and spread[:, range(N), range(N)].all()
     share = spread.sum((1, 2)) / (N * (N + 1) / 2)
     np.testing.assert_allclose(share, 0.28, atol=0.04)  # the first block and the own come on top
     assert (spread[0] != spread[1]).any()
 
-    q, k, _ = head_layer_benchmark.heads(SETTINGS, 256)
+    q, k, _ = head_layer.heads(SETTINGS, 256)
     options = {"block_size": 32, "stride": 16}
-    forced = head_layer_benchmark.forced_selection(0.28, q, k, **options)
-    np.testing.assert_array_equal(forced, head_layer_benchmark.spread_blocks(0.28, forced.shape))
+    forced = head_layer.forced_selection(0.28, q, k, **options)
+    np.testing.assert_array_equal(forced, head_layer.spread_blocks(0.28, forced.shape))
     assert (forced != xattention_select(q, k, **options)).any()
-    select = jax.jit(lambda q, k: head_layer_benchmark.forced_selection(0.28, q, k, **options))
+    select = jax.jit(lambda q, k: head_layer.forced_selection(0.28, q, k, **options))
     assert "dot" in select.lower(q, k).compile().as_text()  # the scores are still computed
 
 
 def test_one_launch_and_two_are_the_same_attention(monkeypatch):
-    monkeypatch.setattr(head_layer_benchmark, "median_ms", lambda run: 2.0)
-    rows = list(head_layer_benchmark.launches(SETTINGS, 320))
+    monkeypatch.setattr(head_layer, "median_ms", lambda run: 2.0)
+    rows = list(head_layer.launches(SETTINGS, 320))
     G = SETTINGS.mixer.attention.num_kv_heads
     assert [row["msr"] for row in rows] == [n / G for n in range(1, G)]
     assert all(row["largest_difference"] < 1e-5 and row["speedup"] == 1.0 for row in rows)
-    q, k, v = head_layer_benchmark.heads(SETTINGS, 320)
-    dense = head_layer_benchmark.dense_attention(q, k, v, by="xla")[0]
-    full = head_layer_benchmark.one_launch(SETTINGS.mixer, q, k, v, jnp.ones((1, G), bool))
+    q, k, v = head_layer.heads(SETTINGS, 320)
+    dense = head_layer.dense_attention(q, k, v, by="xla")
+    full = head_layer.one_launch(SETTINGS.mixer, q, k, v, jnp.ones((1, G), bool))
     assert_close(full, dense, 1e-5)
 
 
 def test_heads_are_shared_out_over_all_blocks():
     model = dataclasses.replace(CONFIG, blocks=CONFIG.blocks[:1] * 32)
     G = SETTINGS.mixer.attention.num_kv_heads
-    counts = benchmark.full_heads(model, 0.35)
+    counts = work.full_heads(model, 0.35)
     assert sum(counts) == round(0.35 * 32 * G) and max(counts) - min(counts) <= 1
-    routes = benchmark.random_routes(model, 3, 64, 0.35)
+    routes = work.random_routes(model, 3, 64, 0.35)
     assert routes is not None and routes.shape == (32, 3, 1, G)
     np.testing.assert_array_equal(routes.sum((2, 3)), np.broadcast_to(counts, (3, 32)).T)
-    assert benchmark.routed_fraction(model, routes) == pytest.approx(sum(counts) / (32 * G))
-    rooms = [b.mixer.kv_capacity * G for b in benchmark.with_room(model, 0.35).blocks]
+    assert work.routed_fraction(model, routes) == pytest.approx(sum(counts) / (32 * G))
+    rooms = [b.mixer.kv_capacity * G for b in work.with_room(model, 0.35).blocks]
     np.testing.assert_allclose(rooms, np.maximum(counts, 1))
 
 
@@ -72,14 +72,14 @@ def test_the_command_times_every_part(run_command, tmp_path, monkeypatch):
 
     # router; attention and model: cuDNN's, FA-SSA, XA-SSA; then launches
     times = iter([0.1, 10.0, 100.0, 4.0, 80.0, 3.0, 60.0, *[1.0, 1.5] * 8])
-    for module in (head_benchmark, head_layer_benchmark):
+    for module in (heads, head_layer):
         monkeypatch.setattr(module, "median_ms", once)
-    monkeypatch.setattr(benchmark, "DECODED", 2)
-    monkeypatch.setattr(benchmark, "DECODE_BATCHES", 1)
+    monkeypatch.setattr(models, "DECODED", 2)
+    monkeypatch.setattr(models, "DECODE_BATCHES", 1)
     monkeypatch.setattr(commandline, "use_compile_cache", lambda folder: None)
     out = tmp_path / "out.json"
     code, printed, err = run_command(
-        head_benchmark,
+        heads,
         *("--config", tiny_elastic.__file__, "--dense", "xla", "--json", out),
         *("--prefill", "512", "--decode", "2x512", "--launch", "512"),
         *("--sparse", "0.5", "--decode-sparse", "0.5"),
@@ -87,7 +87,7 @@ def test_the_command_times_every_part(run_command, tmp_path, monkeypatch):
     assert (code, err) == (0, "")
     rows = json.loads(out.read_text())["rows"]
     assert not [row for row in rows if "failed" in row]
-    assert {row["part"] for row in rows} == set(head_benchmark.PARTS)
+    assert {row["part"] for row in rows} == set(heads.PARTS)
     assert rows[0] == {"part": "router", "tokens": 512, "layer_ms": 0.1}
     assert "of_bound=" in printed and "cache_bytes_of_full=" in printed
 
@@ -96,7 +96,7 @@ def test_the_command_times_every_part(run_command, tmp_path, monkeypatch):
     blocks, width = 16, 5 * 32
     pairs = [min(i, width) for i in range(1, 513)]
     sparse = sum(pairs) / (512 * 513 / 2)
-    kept = np.asarray(head_layer_benchmark.spread_blocks(0.28, (1, 4, blocks, blocks))).sum()
+    kept = np.asarray(head_layer.spread_blocks(0.28, (1, 4, blocks, blocks))).sum()
     for model, ms, retrieval in (
         ("FA-SSA", 80.0, 1.0),
         ("XA-SSA", 60.0, kept / 4 / (blocks * (blocks + 1) / 2)),
@@ -109,7 +109,8 @@ def test_the_command_times_every_part(run_command, tmp_path, monkeypatch):
         assert row["of_bound"] == pytest.approx(100.0 / ms / bound)
     share = next(row["cache_bytes_of_full"] for row in rows if "cache_bytes_of_full" in row)
     room = 512 + 2 * 2
-    assert share == pytest.approx(0.5 + width / room, rel=2e-3)  # whole caches, and rings
+    held = 0.5 * room + width  # whole caches, and rings
+    assert share == pytest.approx(held / head_cache.whole_pages(room), rel=2e-3)
 
 
 @pytest.mark.parametrize(
@@ -122,5 +123,5 @@ def test_the_command_times_every_part(run_command, tmp_path, monkeypatch):
 )
 def test_what_cannot_be_timed_is_refused(run_command, arguments, message):
     config = () if "--config" in arguments else ("--config", tiny_elastic.__file__)
-    code, _, err = run_command(head_benchmark, *config, *arguments)
+    code, _, err = run_command(heads, *config, *arguments)
     assert code == 2 and message in err

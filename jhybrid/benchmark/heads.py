@@ -1,6 +1,6 @@
 """Times a head-routed model beside the same model on cuDNN's full attention.
 
-    python -m jhybrid.head_benchmark --config configs/elastic_llama31_8b.py --json out.json
+    python -m jhybrid.benchmark.heads --config configs/elastic_llama31_8b.py --json out.json
 
 Weights are random and routes are set, so that the work is that of published sparsities:
 
@@ -35,8 +35,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jhybrid import benchmark, commandline
-from jhybrid import head_layer_benchmark as layer
+from jhybrid import commandline
+from jhybrid.benchmark import head_layer as layer
+from jhybrid.benchmark import models, work
 from jhybrid.config import ModelConfig
 from jhybrid.errors import UserError, first_line
 from jhybrid.memory import memory
@@ -117,8 +118,8 @@ class Prefill:
 
     def __init__(self, settings: layer.Settings):
         self.settings = settings
-        self.config = benchmark.with_room(settings.config, 1 - settings.sparse)
-        _, weights = benchmark.random_weights(self.config)
+        self.config = work.with_room(settings.config, 1 - settings.sparse)
+        _, weights = work.random_weights(self.config)
         self.weights = flatten(weights)
 
     def compiled(self, config: ModelConfig, T: int, routes: Array | None) -> Compiled:
@@ -129,7 +130,7 @@ class Prefill:
         tokens = jax.random.randint(jax.random.key(1), (1, T), 0, config.vocab_size)
         use = jax.jit(functools.partial(read, graphdef))
         step = use.lower(weights, tokens, routes).compile()
-        held = benchmark.peak_bytes(step)
+        held = models.peak_bytes(step)
         return Compiled(
             lambda: step(weights, tokens, routes),
             time.perf_counter() - start,
@@ -142,12 +143,12 @@ class Prefill:
         L = len(self.config.blocks)
         dense = functools.partial(layer.dense_attention, by=settings.dense)
         q, k, v = layer.heads(settings, T)
-        alone = jax.jit(lambda q, k, v: dense(q, k, v)[0])
+        alone = jax.jit(dense)
         attention = results.attempt(part, lambda: median_ms(lambda: alone(q, k, v)), tokens=T)
         results.add(part, tokens=T, model="full", layer_attention_ms=attention)
-        with layer.replaced(softmax, "block_sparse_attention", dense):
+        with layer.replaced(softmax, "block_sparse_attention_output", dense):
             full = self.timed(without_routers(self.config), T, None, results, model="full")
-        routes = benchmark.random_routes(self.config, 1, T, 1 - settings.sparse)
+        routes = work.random_routes(self.config, 1, T, 1 - settings.sparse)
         for mode in PUBLISHED:
             config = _in_mode(self.config, mode)
             mixer = dataclasses.replace(settings.mixer, mode=mode)
@@ -164,7 +165,7 @@ class Prefill:
                 ms = self.timed(config, T, routes, results, model=mode)
             if attention is None or full is None or ms is None:
                 continue
-            full_share = benchmark.routed_fraction(config, routes) or 0.0
+            full_share = work.routed_fraction(config, routes) or 0.0
             kept = self.kept_work(mode, T, full_share)
             attending = L * attention
             bound = full / (kept * attending + full - attending)
@@ -214,18 +215,18 @@ def _in_mode(config: ModelConfig, mode: Any) -> ModelConfig:
 
 def decode(settings: layer.Settings, B: int, T: int, results: Results) -> None:
     fraction = 1 - settings.decode_sparse
-    routed = benchmark.with_room(settings.config, fraction)
-    routes = benchmark.random_routes(routed, B, T, fraction)
-    room = T + benchmark.DECODED * (benchmark.DECODE_BATCHES + 1)
+    routed = work.with_room(settings.config, fraction)
+    routes = work.random_routes(routed, B, T, fraction)
+    room = T + models.decoded_tokens()
     times, held, weight_bytes = [], [], 0
     for name, config in (("full", without_routers(routed)), ("FA-SSA", routed)):
 
         def run(config: ModelConfig = config) -> float:
-            graphdef, weights = benchmark.random_weights(config)
-            start = functools.partial(benchmark.state_after, graphdef, B, T, room)
+            graphdef, weights = work.random_weights(config)
+            start = functools.partial(work.state_after, graphdef, B, T, room)
             state = jax.jit(start)(weights, routes)
             hidden = jnp.ones((B, config.dim), config.compute_dtype)
-            return benchmark.time_decoding(graphdef, weights, hidden, state, T)[0]
+            return models.time_decoding(graphdef, weights, hidden, state, T)[0]
 
         abstract = nnx.eval_shape(lambda c=config: HybridLM(c, rngs=nnx.Rngs(0)))
         weight_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(nnx.state(abstract)))
@@ -238,7 +239,7 @@ def decode(settings: layer.Settings, B: int, T: int, results: Results) -> None:
         "decode",
         rows=B,
         tokens=T,
-        msr=1 - (benchmark.routed_fraction(routed, routes) or 0.0),
+        msr=1 - (work.routed_fraction(routed, routes) or 0.0),
         cache_bytes_of_full=held[1] / held[0],
         speedup=None if None in times else times[0] / times[1],
         bound_by_bytes=(weight_bytes + held[0]) / (weight_bytes + held[1]),
@@ -250,7 +251,7 @@ def decode(settings: layer.Settings, B: int, T: int, results: Results) -> None:
 
 def parser() -> argparse.ArgumentParser:
     parser = commandline.Parser(
-        prog="python -m jhybrid.head_benchmark", description="Time head-routed models."
+        prog="python -m jhybrid.benchmark.heads", description="Time head-routed models."
     )
     parser.add_argument("--config", default="configs/elastic_llama31_8b.py", metavar="FILE")
     parser.add_argument("--set", action="append", default=[], metavar="a.b=c")
@@ -285,7 +286,7 @@ def main() -> int:
         dense=arguments.dense,
     )
     lengths, launched = _lengths(arguments.prefill), _lengths(arguments.launch)
-    shapes = [benchmark.parse_shape(text) for text in arguments.decode.split(",")]
+    shapes = [commandline.rows_and_tokens(text) for text in arguments.decode.split(",")]
     _ = settings.mixer  # may refuse
     commandline.use_compile_cache(None)
     results = Results(arguments.json)

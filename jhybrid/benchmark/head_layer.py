@@ -1,4 +1,4 @@
-"""One head-routed layer's attention, alone: what `jhybrid.head_benchmark` times of it."""
+"""One head-routed layer's attention, alone: what `jhybrid.benchmark.heads` times of it."""
 
 import contextlib
 import dataclasses
@@ -65,10 +65,10 @@ def heads(settings: Settings, T: int) -> tuple[Array, Array, Array]:
 
 def dense_attention(
     q: Float[Array, "B T H K"], k: Array, v: Array, *_: Any, by: str, **__: Any
-) -> tuple[Float[Array, "B T H K"], None]:
-    """Causal attention `by` cuDNN or XLA, called as `block_sparse_attention`; without lse."""
+) -> Float[Array, "B T H K"]:
+    """Causal attention `by` cuDNN or XLA, called as `block_sparse_attention_output`."""
     options = {"is_causal": True, "implementation": by}
-    return jax.nn.dot_product_attention(q, k, v, **options), None
+    return jax.nn.dot_product_attention(q, k, v, **options)
 
 
 def spread_blocks(kept: float, shape: tuple[int, ...]) -> Bool[Array, "B H N N"]:

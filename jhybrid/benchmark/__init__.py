@@ -1,0 +1,1 @@
+"""Commands that time whole models and single routed layers, with random weights and set routes."""
