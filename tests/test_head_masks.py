@@ -143,7 +143,7 @@ def test_a_prompt_is_read_in_pieces_only_where_it_decides_nothing():
 def test_a_threshold_that_no_weight_exceeds_is_refused():
     with pytest.raises(UserError, match="route_threshold"):
         dataclasses.replace(ALPHA, route_threshold=1.0)
-    assert head_routed_ops.initial_state(ALPHA, 1, 8, "float32").keys.shape[1] == G
+    assert head_routed_ops.initial_state(ALPHA, 1, 8, "float32", 1.0).keys.shape[1] == G
 
 
 # ---- Thresholds ----
