@@ -21,6 +21,7 @@ CONFIG = tiny_elastic.config().model
 SETTINGS = head_layer.Settings(config=CONFIG, sparse=0.5, decode_sparse=0.5, kept=0.28, dense="xla")
 
 
+@pytest.mark.slow
 def test_xattention_is_computed_and_then_set():
     H, N = 3, 100
     spread = np.asarray(head_layer.spread_blocks(0.28, (1, H, N, N)))[0]

@@ -37,6 +37,7 @@ VARIANTS = {
         fusion_weights=False,
     ),
 }
+FIRST = ("published", "rotary_plain")  # the rest: slow tier
 
 
 def gradients(case, x, cotangent):
@@ -64,7 +65,13 @@ def without(case, *parts):
     return case.with_params(lambda name, p: 0 * p if name.split(".")[0] in parts else p)
 
 
-@pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS)
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(config, id=name, marks=[] if name in FIRST else pytest.mark.slow)
+        for name, config in VARIANTS.items()
+    ],
+)
 def test_outputs_and_gradients_equal_the_definition(config):
     case, x, cotangent = build(config), inputs(LENGTH), inputs(LENGTH, seed=8)
     (y, report), grads, dx = gradients(case, x, cotangent)

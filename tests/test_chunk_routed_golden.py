@@ -116,6 +116,7 @@ def test_reproduces_the_released_layer_and_its_truncated_gradients(golden):
         assert_close(actual, expected, 3e-3, theirs)
 
 
+@pytest.mark.slow
 def test_the_exact_gradient_is_the_default_and_differs_where_the_release_truncates():
     assert not ChunkRoutedConfig(
         num_heads=1, key_dim=2, value_dim=2, num_softmax_heads=1

@@ -60,7 +60,9 @@ def full_forward(model):
     return log_likelihoods
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n == "layers" else pytest.mark.slow) for n in MODELS]
+)
 def test_every_item_equals_a_full_forward_of_its_text(name):
     model, items = build(MODELS[name]), requests()
     forward = full_forward(model)
@@ -82,6 +84,7 @@ def test_every_item_equals_a_full_forward_of_its_text(name):
     assert not all(each.greedy for each in scores)
 
 
+@pytest.mark.slow
 def test_scores_do_not_depend_on_what_else_is_asked():
     model, items = build(tiny(ROUTED)), requests()[:6]
     together = score(model, items)

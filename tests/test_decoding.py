@@ -124,6 +124,7 @@ def with_room(capacity: float, overflow: str) -> HybridLM:
     return build(tiny(ROUTED, limited))
 
 
+@pytest.mark.slow
 def test_a_full_cache_stops_generation_or_sends_chunks_to_the_memory_as_configured():
     text, lengths = tokens(2, 40), np.array([40, 33])
     with pytest.raises(UserError, match=r"blocks\.1\.mixer\.kv_capacity=0\.25: a head has no room"):

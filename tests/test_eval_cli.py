@@ -236,6 +236,7 @@ def test_results_of_other_settings_are_not_mixed(command, tmp_path):
     assert (tmp_path / "results.json").read_text() == before
 
 
+@pytest.mark.slow
 def test_the_printed_prompt_is_the_one_in_the_set(command, tmp_path):
     status, shown, _ = command("--print-prompt", "niah_single_1:384:1")
     assert status == 0
@@ -297,6 +298,7 @@ def test_answers_end_before_the_stop_token_and_keep_their_prompt(monkeypatch):
     assert shapes == {(2, 300, 128)}
 
 
+@pytest.mark.slow
 def test_the_baseline_is_printed_beside_the_checkpoint(checkpoint, capsys):
     assert markov.main(["--checkpoint", str(checkpoint)]) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -36,6 +36,7 @@ def free_of_probe(case, config=PROBED):
     return dataclasses.replace(other, params=case.params)
 
 
+@pytest.mark.slow
 def test_the_first_chunks_commit_heads_for_the_rest():
     case, x = build(PROBED), inputs(LENGTH, batch=6)
     report = case(x, None, positions(x))[2]
@@ -104,6 +105,7 @@ def test_the_router_learns_from_committing():
     assert rms(ours[path] - free[path]) > 1e-3 * rms(free[path])
 
 
+@pytest.mark.slow
 def test_packed_documents_are_as_alone():
     case, x = build(PROBED), inputs(9 * CHUNK, batch=1)
     ids = np.full((1, 9 * CHUNK), -1)

@@ -195,6 +195,7 @@ def small_model(**fields):
     return model
 
 
+@pytest.mark.slow
 def test_generation_reads_the_whole_prompt_before_it_decides():
     model, prompts = small_model(), tiny_models.tokens(3, 21)
     lengths = np.array([21, 17, 9])
@@ -278,6 +279,7 @@ def test_memory_of_a_long_context_is_that_of_the_full_heads():
     assert share < 0.35
 
 
+@pytest.mark.slow
 def test_generation_without_room_for_the_full_heads_is_refused_or_allowed():
     prompts, lengths = tiny_models.tokens(8, 20), np.full(8, 20)
     full = [

@@ -12,7 +12,15 @@ from jhybrid.mixers import Context
 from jhybrid.sharding import make_mesh
 
 LENGTH = 27  # three chunks and a part
-every_mixer = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+# One of each way to remember in the default tier; the others share its code.
+FIRST = ("softmax", "gated_delta_net", "gla", "hgrn", "mamba2", "rwkv6", "chunk_routed")
+every_mixer = pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(config, id=name, marks=[] if name in FIRST else pytest.mark.slow)
+        for name, config in CONFIGS.items()
+    ],
+)
 pytestmark = pytest.mark.usefixtures("float64", "quick_compile")
 
 

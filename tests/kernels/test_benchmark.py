@@ -80,6 +80,7 @@ def test_a_peer_that_is_not_installed_is_named():
     assert set(tpu_peers.installed()) == {"jax-splash"}
 
 
+@pytest.mark.slow
 def test_peers_of_the_delta_rule_are_checked_and_those_not_installed_are_named(monkeypatch):
     def rule(q, k, v, g, beta):
         return gated_delta_rule(q, k, v, g, beta, implementation="xla")[0]
@@ -119,6 +120,7 @@ def test_peers_of_gated_linear_attention_get_the_arguments_of_the_rule(monkeypat
     assert other(case) == (None, "has kernels for other, not rwkv6")
 
 
+@pytest.mark.slow
 def test_maxtexts_rule_gets_a_query_head_for_every_value_head(monkeypatch):
     def chunked(query, key, value, g, beta, *, chunk_size, compute_dtype):
         assert query.shape[2] == key.shape[2] == value.shape[2]

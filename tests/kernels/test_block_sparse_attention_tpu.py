@@ -78,7 +78,7 @@ CASES = {
 
 def problems():
     """(name, dtype, ratio); those that say little that the others do not are slow."""
-    first = ("blocks", "chunks", "everything")
+    first = ("everything",)
     for name in CASES:
         marks = () if name in first else pytest.mark.slow
         yield pytest.param(name, "float32", 1e-5, id=name, marks=marks)
@@ -240,7 +240,8 @@ def test_another_selection_does_not_recompile():
     assert not np.array_equal(outputs[0], outputs[1])
 
 
-@pytest.mark.parametrize("how", ["vmap", pytest.param("shard_map", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["vmap", "shard_map"])
 def test_transformations_change_nothing(how):
     rng = np.random.default_rng(3)
     arguments = inputs(B=2, T=32, H=2) | {"block_bias": normal(5, 2, 2, 2)}

@@ -81,6 +81,7 @@ def test_xla_matches_the_reference(name, dtype):
         assert_close(actual[name], reference, accepted(dtype)[name], f"{case.name}: {name}")
 
 
+@pytest.mark.slow
 def test_float64_stays_float64(float64):
     case = BY_NAME["few-queries"]
     floating, lists, cotangents, expected = drawn(case, "float64")
@@ -213,7 +214,7 @@ def interpreted(monkeypatch, capsys):
     ("name", "dtype", "cores"),
     [
         ("few-queries", "float32", 1),
-        ("mixed", "bfloat16", 2),
+        pytest.param("mixed", "bfloat16", 2, marks=pytest.mark.slow),
         pytest.param("one-page", "bfloat16", 2, marks=pytest.mark.slow),
         pytest.param("full", "float32", 1, marks=pytest.mark.slow),
         pytest.param("chunks", "bfloat16", 2, marks=pytest.mark.slow),

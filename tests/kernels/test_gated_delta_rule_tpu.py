@@ -125,7 +125,13 @@ def small(name: str) -> Case:
 @pytest.mark.covers("gated_delta_rule", "pallas_tpu", how="interpreted")
 @pytest.mark.parametrize(
     "name",
-    ["no-decay", "extreme-mixed", "negative-eigenvalues", "identical-keys", "reflecting-keys"],
+    [
+        pytest.param("no-decay", marks=pytest.mark.slow),
+        "extreme-mixed",
+        pytest.param("negative-eigenvalues", marks=pytest.mark.slow),
+        "identical-keys",
+        "reflecting-keys",
+    ],
 )
 def test_kernels_match_the_reference_on_hard_inputs(name):
     check_interpreted(small(name), "float32")
@@ -155,6 +161,7 @@ ODD_CHUNKS = Case(
 
 
 @pytest.mark.covers("gated_delta_rule", "pallas_tpu", how="interpreted")
+@pytest.mark.slow
 def test_chunks_that_do_not_divide_a_tile_are_widened():
     check_interpreted(ODD_CHUNKS, "float32")
 

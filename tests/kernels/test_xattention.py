@@ -81,6 +81,7 @@ def test_it_keeps_the_blocks_of_the_formulas(name, threshold):
         assert np.array_equal(found[b, h], chosen(mass, threshold)), (b, h)
 
 
+@pytest.mark.slow
 def test_more_mass_keeps_more_blocks():
     arguments = inputs(B=1, T=128, H=2, G=2)
     counts = [select(arguments, block_size=8, stride=4, threshold=x) for x in (0.3, 0.6, 0.9)]
@@ -125,6 +126,7 @@ def test_blocks_of_padding_keep_nothing_and_shared_blocks_stay_causal():
     assert not keep[:, :, 3:5, :2].any() and keep[:, :, 3:5, 2].all()
 
 
+@pytest.mark.slow
 def test_the_choice_is_a_block_mask_without_gradient():
     arguments = inputs(B=2, T=60, H=4, G=2)
     keep = jax.jit(functools.partial(xattention_select, block_size=8, stride=4, threshold=0.6))
@@ -142,6 +144,7 @@ def test_the_choice_is_a_block_mask_without_gradient():
         np.testing.assert_allclose(gradient, expected[f"d{name}"], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_row_does_not_depend_on_its_batch():
     arguments = inputs(B=3, T=64)
     options = dict(block_size=8, stride=4, threshold=0.6)
