@@ -134,6 +134,7 @@ def test_a_full_cache_stops_generation_or_sends_chunks_to_the_memory_as_configur
     assert (np.asarray(bounded.usages[1].cached) // 8).max() == 2
 
 
+@pytest.mark.slow
 def test_memory_tells_what_rows_and_tokens_take():
     half = dataclasses.replace(ROUTED, kv_capacity=0.5, kv_overflow="linear")
     model = build(tiny(LINEAR, SOFTMAX, half))

@@ -29,6 +29,7 @@ def command(run_command):
     return functools.partial(run_command, generate)
 
 
+@pytest.mark.slow
 def test_prompts_are_continued_the_same_for_one_seed_in_batches_of_any_size(
     command, checkpoint, tmp_path
 ):

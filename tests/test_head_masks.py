@@ -98,7 +98,11 @@ def test_outside_training_heads_are_what_the_threshold_says(config):
 
 
 @pytest.mark.parametrize("route", ["retrieval", "sparse"])
-@pytest.mark.parametrize("mode", [FA_SSA, FA_XA, XA_SSA], ids=lambda c: c.mode)
+@pytest.mark.parametrize(
+    "mode",
+    [FA_SSA, *(pytest.param(c, marks=pytest.mark.slow) for c in (FA_XA, XA_SSA))],
+    ids=lambda c: c.mode,
+)
 def test_all_heads_attend_alike_with_and_without_training(mode, route):
     config = dataclasses.replace(mode, route=route)
     case, x = build(config), inputs(LENGTH, batch=2)

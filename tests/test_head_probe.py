@@ -87,6 +87,7 @@ def test_the_gradient_is_that_of_both_gates():
     assert_close(grad, jax.grad(relaxed_sum)(scores, difference >= 0, head), 1e-12)
 
 
+@pytest.mark.slow
 def test_the_router_learns_from_committing():
     case, x = build(PROBED), inputs(LENGTH, batch=4)
 

@@ -157,6 +157,7 @@ def test_remat_policies_keep_less_the_stricter_they_are():
     assert kept["block"] < kept["dots"] < kept["dots_and_mixer_outputs"]
 
 
+@pytest.mark.slow
 def test_a_document_packed_with_others_gives_the_same_outputs_and_gradients_as_alone():
     _, packed_grads, packed = packed_documents()
     total, counted, start = {}, 0, 0
@@ -236,6 +237,7 @@ def test_a_tied_head_is_the_embedding_and_an_untied_one_is_not():
     assert np.all(np.any(np.asarray(grads["embed"]) != 0, axis=1))  # by the softmax over all ids
 
 
+@pytest.mark.slow
 def test_reports_come_out_for_each_routed_block_under_its_own_number():
     text = tokens(2, 24)
     reports = forward(tiny(), text).reports
@@ -246,7 +248,7 @@ def test_reports_come_out_for_each_routed_block_under_its_own_number():
     assert not np.allclose(values[0], values[1])
 
 
-@pytest.mark.parametrize("scan_blocks", [True, False])
+@pytest.mark.parametrize("scan_blocks", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_routes_by_block_reach_each_block(scan_blocks):
     model = build(tiny(ROUTED, ROUTED, LINEAR, ROUTED, scan_blocks=scan_blocks))
     text = tokens(2, 24)

@@ -76,6 +76,7 @@ def test_the_token_before_is_none_at_the_start_of_a_segment():
     np.testing.assert_array_equal(continued, [9, 1, 2, 3, 4, 5])
 
 
+@pytest.mark.slow
 def test_the_largest_rates_of_rwkv6_give_finite_outputs_and_gradients():
     case = build(CONFIGS["rwkv6"])
     huge = case.with_params(lambda n, p: p + 1e3 if n == "w_proj.up.bias" else p)

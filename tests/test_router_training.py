@@ -144,6 +144,7 @@ def test_the_frozen_part_has_no_optimizer_state_and_no_gradient(program):
     assert all(".router." in path for path in grads["params"])
 
 
+@pytest.mark.slow
 def test_every_layers_router_learns_from_the_sparsity_of_a_document_too_short_for_the_loss(program):
     built, state, gradients = program
     length = tiny_elastic.LENGTH
@@ -169,6 +170,7 @@ def test_every_layers_router_learns_from_the_sparsity_of_a_document_too_short_fo
     )
 
 
+@pytest.mark.slow
 def test_noise_changes_from_step_to_step(program):
     built, state, run = program
     with jax.set_mesh(built.mesh):
@@ -227,6 +229,7 @@ def test_tasks_and_targets_must_be_the_same():
         dataclasses.replace(recipe, data=data)
 
 
+@pytest.mark.slow
 def test_gains_of_heads_are_slopes_and_become_static_masks(backbone, run_command, tmp_path):
     out = tmp_path / "masks"
     code, printed, err = run_command(

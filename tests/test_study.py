@@ -146,6 +146,7 @@ def test_drawn_recall_documents_follow_the_rules_of_the_task():
     assert stats.chi2_contingency(slots).pvalue > 1e-3
 
 
+@pytest.mark.slow
 def test_a_batch_is_a_function_of_its_key_and_has_each_source_in_its_share():
     data = dataclasses.replace(
         tiny.config().data,

@@ -59,6 +59,7 @@ def same(ours, theirs, **tolerance):
 # ---- Training ----
 
 
+@pytest.mark.slow
 def test_seeds_trained_together_end_where_each_ends_alone(tmp_path):
     both = together.train(experiment(), (3, 5), tmp_path / "both")
     alone = together.train(experiment(), (5,), tmp_path / "alone")
@@ -70,6 +71,7 @@ def test_seeds_trained_together_end_where_each_ends_alone(tmp_path):
     assert losses[-1] < losses[0] and both[1].diverged is None
 
 
+@pytest.mark.slow
 def test_an_interrupted_cell_ends_as_an_uninterrupted_one(tmp_path):
     whole = together.train(experiment(), (0, 1), tmp_path / "whole")
     asked = iter([False, True])
@@ -389,6 +391,7 @@ def test_results_of_other_settings_are_refused(tmp_path, monkeypatch):
         Runner(other, tmp_path)
 
 
+@pytest.mark.slow
 def test_seeds_may_train_by_the_training_loop(tmp_path):
     study = Study(
         name="s",

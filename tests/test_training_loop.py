@@ -71,6 +71,7 @@ def test_a_run_logs_validates_checkpoints_and_finishes(run_train, tmp_path):
     assert "data.seed (0 there, 7 here)" in err and str(workdir) in err
 
 
+@pytest.mark.slow
 def test_a_finished_run_can_be_extended_and_traced(run_train, tmp_path):
     run_train("--workdir", tmp_path, "--set", "training.steps=2")
     code, out, err = run_train(
@@ -181,6 +182,7 @@ def test_only_a_collapse_of_all_heads_is_warned_of(fractions, warned):
     assert message is None if warned is None else warned in message
 
 
+@pytest.mark.slow
 def test_a_collapse_reaches_the_log_and_the_user(run_train, tmp_path):
     everything = "model.blocks.1.mixer.softmax_bias=1e9"
     code, _, err = run_train("--workdir", tmp_path / "run", "--set", everything, config=tiny)
@@ -189,6 +191,7 @@ def test_a_collapse_reaches_the_log_and_the_user(run_train, tmp_path):
     assert "collapsed" in warning["message"]
 
 
+@pytest.mark.slow
 def test_evaluations_see_the_model_of_the_step(tmp_path, quick_compile):
     experiment = tiny.change(tiny.config(), training={"steps": 2, "eval_every_steps": 1})
     seen = []

@@ -53,6 +53,7 @@ def assert_same_training(actual, expected, ratio):
         assert_close(actual[0].opt_state[1].mu[path], moment, ratio, path)
 
 
+@pytest.mark.slow
 def test_a_budget_holds_each_head_at_its_fraction_of_softmax_chunks():
     budget = SoftmaxBudget(fraction=0.25, rate=0.3, limit="exactly")
     experiment = tiny.config()

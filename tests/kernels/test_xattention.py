@@ -100,6 +100,7 @@ def test_a_needle_is_found():
     assert np.array_equal(keep.sum(1)[6:], np.full(10, 3))  # with the first and its own
 
 
+@pytest.mark.slow
 def test_packed_documents_choose_as_they_do_alone():
     lengths, block = [29, 48, 17], 8
     documents = [inputs(B=1, T=length, seed=length) for length in lengths]
