@@ -63,7 +63,12 @@ def measure(model: HybridLM, windows: Int[np.ndarray, "W L"]) -> Callable[[float
     return point
 
 
-def find_bias(point: Callable[[float], Point], fraction: float) -> Point:
+def find_bias(
+    point: Callable[[float], Point],
+    fraction: float,
+    option: str = "--fractions",
+    halvings: int = HALVINGS,
+) -> Point:
     """The highest bias found by bisection at which no more than `fraction` is kept.
 
     Deeper layers see what earlier ones made of their own routing, so the fraction need not be
@@ -73,12 +78,12 @@ def find_bias(point: Callable[[float], Point], fraction: float) -> Point:
     while point(low).fraction > fraction:
         low *= 2
         if low < -1e6:
-            raise UserError(f"--fractions {fraction}: no bias brings the fraction there")
+            raise UserError(f"{option}: no bias keeps a fraction of {fraction} or less")
     while (most := point(high)).fraction <= fraction:
         if most.fraction == 1 or high > 1e6:
             return most
         high *= 2
-    for _ in range(HALVINGS):
+    for _ in range(halvings):
         middle = (low + high) / 2
         low, high = (low, middle) if point(middle).fraction > fraction else (middle, high)
     return point(low)

@@ -95,6 +95,8 @@ def test_outside_training_heads_are_what_the_threshold_says(config):
         forced = jnp.broadcast_to(jnp.array(heads, bool), (2, 1, G))
         routed = with_mask(config, values)(x, None, positions(x, routes=forced))[0]
         assert_close(y, routed, 1e-12)
+        told = positions(x, softmax_bias=jnp.asarray(0.5 - threshold))
+        assert_close(with_mask(config, values)(x, None, told)[0], y, 0)
 
 
 @pytest.mark.parametrize("route", ["retrieval", "sparse"])

@@ -32,7 +32,7 @@ def test_the_bias_found_keeps_as_much_as_allowed_and_was_measured():
         found = find_bias(point, fraction)
         assert found in measured
         assert fraction - 1 / 200 < found.fraction <= fraction
-    with pytest.raises(UserError, match=r"--fractions 0\.5: no bias brings the fraction there"):
+    with pytest.raises(UserError, match=r"--fractions: no bias keeps a fraction of 0\.5"):
         find_bias(lambda bias: Point(bias, 0.7, 0.0), 0.5)
 
 

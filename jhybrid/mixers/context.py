@@ -43,7 +43,8 @@ class Context:
     prompt: Bool[Array, "B T"] | None = None  # what routers of heads may read; all tokens if None
     rng: Array | None = None  # key of stochastic routing; without it routing is deterministic
     temperature: Float[Array, ""] | None = None  # of the router's softmax
-    softmax_bias: Float[Array, ""] | None = None  # of every router; None: as configured
+    # of every router, instead of the configured one; static head masks add it to their weights
+    softmax_bias: Float[Array, ""] | None = None
     # decisions by chunk of the row; a model also takes them by block: [L, B, N, H]
     routes: Bool[Array, "B N H"] | None = None
     decided: bool = False  # with a state: every row has read its prompt, which routes its heads

@@ -129,14 +129,15 @@ class HeadRouted(Softmax):
                 block_size=self.routed.block_size,
                 pool_tokens=pool,
             )
-        rng, temperature = context.rng, context.temperature
+        rng, temperature, told = context.rng, context.temperature, context.softmax_bias
         if self.router is None:
             weight = jnp.broadcast_to(self._weight(rng), pooled.shape[:3])
+            weight = weight if told is None else weight + told
             threshold, mixes = self.routed.route_threshold, rng is not None
             decision = routing.fixed(weight, threshold, mixes=mixes, forced=context.routes)
             return decision, counted
         scores = self.router(pooled)[..., ::-1]  # `routing` has the full mode first
-        own, told = self.routed.softmax_bias, context.softmax_bias
+        own = self.routed.softmax_bias
         decision = routing.decide(
             scores,
             bias=own if told is None else told,
