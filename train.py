@@ -52,6 +52,8 @@ def main() -> int:
     distributed.initialize(
         os.environ, arguments.coordinator, arguments.num_processes, arguments.process_id
     )
+    if jax.device_count() == 1:  # several would each draw all of what is divided among them
+        commandline.draw_by_kernel()
     if arguments.dry_run:
         print(*plan.plan_here(experiment).lines(), sep="\n")
         return 0
