@@ -7,8 +7,9 @@ into o q in right halves and out o k in left halves (`pallas_gpu_levels`):
     dq += into o dX in right halves ;   dk += out o dX in left halves
     dg_t += sum over tokens i of t's half, on whose way t is decayed, of (X o dX)_i
 
-and for the tile as a whole scale dO S^T and V dS^T are the gradients of into o q and out o k. The
-diagonal, which nothing decays, adds to dq and dk only. A warpgroup owns 64 key columns.
+and for the tile as a whole scale dO S^T and V dS^T are the gradients of into o q and out o k, and
+all tokens get the decay through it times the sum over value columns of S o dS. The diagonal, which
+nothing decays, adds to dq and dk only. A warpgroup owns 64 key columns.
 """
 
 import functools
@@ -53,7 +54,7 @@ def _kernel(
     weight_ref, refs = (refs[0], refs[1:]) if bonus else (None, refs)
     dq_ref, dk_ref, dv_ref, dg_ref, *refs = refs
     v, do, a, w, states, dstates, x, pairs, *refs = refs
-    halves, sums_of, (passed, ready, loaded, consumed) = refs[:2], refs[2:4], refs[4:]
+    halves, sums_of, (ready, loaded, consumed) = refs[:2], refs[2:4], refs[4:]
     tile, head, row = (lax.axis_index(name) for name in ("tile", "head", "row"))
     mine = lax.axis_index("slice")
     tokens, own_columns = pl.ds(tile * TILE, TILE), pl.ds(mine * TILE, TILE)
@@ -82,16 +83,15 @@ def _kernel(
     plgpu.barrier_wait(ready)
 
     def step(panel, carry):
-        dpairs, dreading, dwriting, through = carry
+        dpairs, dreading, dwriting, passed = carry
         plgpu.barrier_wait(loaded)
         dpairs = product(interpret, do, v.transpose((1, 0)), dpairs)
         dreading = product(interpret, do, states.at[mine], dreading)
         dwriting = product(interpret, v, dstates.at[mine], dwriting)
         state, dstate = (
-            plgpu.load(y.at[mine].transpose((1, 0)), layout=WGMMA).astype(jnp.float32)
-            for y in (states, dstates)
+            plgpu.load(y.at[mine], layout=WGMMA).astype(jnp.float32) for y in (states, dstates)
         )
-        through += jnp.sum(state * dstate, axis=1)
+        passed += state * dstate
 
         @pl.when(lax.rem(panel, jnp.int32(slices)) == mine)
         def _dv():
@@ -111,15 +111,11 @@ def _kernel(
                 plgpu.barrier_wait(consumed)
                 load(panel + 1)
 
-        return dpairs, dreading, dwriting, through
+        return dpairs, dreading, dwriting, passed
 
     zero = plgpu.layout_cast(jnp.zeros((TILE, TILE), jnp.float32), WGMMA)
-    nothing = plgpu.layout_cast(jnp.zeros((TILE,), jnp.float32), WGMMA.reduce(1))
-    dpairs, dreading, dwriting, through = lax.fori_loop(
-        0, panels, step, (zero, zero, zero, nothing)
-    )
+    dpairs, dreading, dwriting, passed = lax.fori_loop(0, panels, step, (zero,) * 4)
     dreading *= scale
-    passed[mine] = through
 
     i, j = positions()
     shape = (TILE, TILE)
@@ -144,13 +140,13 @@ def _kernel(
         plgpu.commit_smem()
         return sums(interpret, ones, my_terms, dg)
 
-    # The tile as a whole comes first: its two products are then free for the levels.
+    # The tile as a whole comes first: its products are then free for the levels.
+    decay = over_columns(through_ref.at[row, head, tile, own_columns], shape)
+    dg = add_sums(zero, ones_where(i >= 0), decay * passed)
     dq = into_tile(interpret, exclusive, my_halves) * dreading
-    dg = add_sums(zero, ones_where(before(exclusive, j, i)), read(q_ref) * dq)
+    dg = add_sums(dg, ones_where(before(exclusive, j, i)), read(q_ref) * dq)
     dk = out_of_tile(interpret, my_halves) * dwriting
     dg = add_sums(dg, ones_where(j < i), read(k_ref) * dk)
-    decay = over_columns(through_ref.at[row, head, tile, own_columns], shape)
-    dg += decay * over_columns(passed.at[mine], shape)
     if weight_ref is not None:
         down *= over_columns(weight_ref.at[head, own_columns], shape)
     dq += down * read(k_ref)
@@ -218,7 +214,6 @@ def tile_gradients(
             swizzled(slices, TILE, TILE),
             swizzled(slices, TILE, TILE),
             *[swizzled(slices, TILE, TILE)] * 6,
-            plgpu.SMEM((slices, TILE), jnp.float32),
             plgpu.Barrier(num_arrivals=1 + slices),
             plgpu.Barrier(num_arrivals=2 + 2 * slices),
             plgpu.Barrier(num_arrivals=slices),
