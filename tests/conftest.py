@@ -1,16 +1,23 @@
 """Fixtures and set-up of the whole suite: eight simulated CPU devices, keys, float64, GPU skips."""
 
+import importlib.metadata
 import os
 import pathlib
 
 # Before JAX is imported: the sharding tests need several devices on a machine without any, and with
 # XLA's YNNPACK fusions about one compilation in thirty of a float64 mixer returns zeros, on the
 # same program (seen with JAX 0.10.2, 0.11.2 and 0.12.0.1; in float32 not once in a hundred).
+# Compiling is most of the suite's time: one part per program is less work than 32 beside each
+# other, and JAX 0.10.2 still has the emitters of loops that compile several times faster.
 os.environ["XLA_FLAGS"] = " ".join(
     [
         os.environ.get("XLA_FLAGS", ""),
         "--xla_force_host_platform_device_count=8",
         "--xla_cpu_experimental_ynn_fusion_type=",
+        "--xla_cpu_parallel_codegen_split_count=1",
+        "--xla_cpu_use_fusion_emitters=false"
+        if importlib.metadata.version("jaxlib").startswith("0.10.")
+        else "",
     ]
 ).strip()
 
@@ -76,10 +83,17 @@ def run_command(monkeypatch, capfd):
 
 @pytest.fixture
 def quick_compile():
-    """Halves compile time, for tests of whole models that run each program once or twice."""
+    """Halves compile time, for tests that run each program once or twice."""
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture(autouse=True)
+def quick_default_tier(request):
+    """Tests that are not slow compile quickly on a CPU, whatever else they ask for."""
+    if jax.default_backend() == "cpu" and not request.node.get_closest_marker("slow"):
+        request.getfixturevalue("quick_compile")
 
 
 def pytest_addoption(parser):
