@@ -296,6 +296,7 @@ def test_kernels_on_a_gpu_match_the_reference(name):
 @pytest.mark.gpu
 @written_for
 def test_vmap_on_a_gpu_is_the_batch():
+    """Bit for bit, but for dblock_bias, which XLA sums over a chunk in an order of its choice."""
     case = ON_GPU["chunks-64-128"]
     case = dataclasses.replace(case, B=3)
     arguments, fixed, cotangents = draw(case)
@@ -306,7 +307,11 @@ def test_vmap_on_a_gpu_is_the_batch():
     together = run(arguments, fixed, cotangents)
     one_by_one = jax.jit(_over_rows_of_one(run))(arguments, fixed, cotangents)
     for name, x in together.items():
-        assert np.array_equal(x, one_by_one[name][:, 0]), name
+        alone = one_by_one[name][:, 0]
+        if name == "dblock_bias":
+            assert_close(x, alone, 1e-6, name)
+        else:
+            assert np.array_equal(x, alone), name
 
 
 @pytest.mark.gpu
