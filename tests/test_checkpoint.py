@@ -18,6 +18,7 @@ import pytest
 import tiny
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
+from tiny_models import build
 
 from jhybrid import checkpoint
 from jhybrid.checkpoint import (
@@ -31,7 +32,6 @@ from jhybrid.checkpoint import (
 )
 from jhybrid.config import MeshConfig
 from jhybrid.errors import UserError
-from jhybrid.model import HybridLM
 from jhybrid.parameters import flatten
 from jhybrid.sharding import make_mesh
 
@@ -51,8 +51,7 @@ def saved(tmp_path_factory):
     """A workdir with one checkpoint, the parameters in it and the next item of its iterator."""
     workdir = tmp_path_factory.mktemp("run")
     experiment = tiny.config()
-    model = HybridLM(experiment.model, rngs=nnx.Rngs(0))
-    params = flatten(nnx.state(model, nnx.Param))
+    params = flatten(nnx.state(build(experiment.model), nnx.Param))
     train = {"step": jnp.int32(3), "opt_state": (jnp.arange(4.0), {"a.b": jnp.ones(2)})}
     iterator = numbers()
     for _ in range(7):
@@ -184,41 +183,42 @@ def test_an_export_is_a_plain_orbax_checkpoint(saved, tmp_path):
     }
 
 
-def refusal(path) -> str:
-    """What `load_model` says, in a process of its own: a failed read of Orbax leaves others behind
-    that would be reported as errors of some later test."""
+def refusals(*paths) -> list[str]:
+    """What `load_model` says of each, in a process of its own: a failed read of Orbax leaves others
+    behind that would be reported as errors of some later test."""
     code = (
         "import sys\n"
         "from jhybrid.checkpoint import load_model\n"
         "from jhybrid.errors import UserError\n"
-        "try: load_model(sys.argv[1])\n"
-        "except UserError as error: print(error)"
+        "for path in sys.argv[1:]:\n"
+        "    try: load_model(path)\n"
+        "    except UserError as error: print(error)\n"
     )
     run = subprocess.run(
-        [sys.executable, "-c", code, str(path)],
+        [sys.executable, "-c", code, *map(str, paths)],
         cwd=ROOT,
         capture_output=True,
         text=True,
         check=True,
     )
-    return run.stdout
+    return run.stdout.splitlines()
 
 
-def test_a_damaged_export_is_refused_by_name(saved, tmp_path):
+def test_damaged_exports_and_checkpoints_are_refused_by_name(saved, tmp_path):
     out = export(saved[0], tmp_path / "model")
     for part in (out / "params").rglob("*"):
         if part.is_file() and part.stat().st_size > 1000:
             part.write_bytes(part.read_bytes()[:-500])
-    assert "model/params: cannot be read" in refusal(out)
-
-
-@pytest.mark.parametrize("item", ["params", "config"])
-def test_a_truncated_checkpoint_is_refused_by_name(saved, tmp_path, item):
-    workdir = shutil.copytree(saved[0], tmp_path / "run")
-    files = [path for path in (workdir / "checkpoints" / "3" / item).rglob("*") if path.is_file()]
-    largest = max(files, key=lambda path: path.stat().st_size)
-    largest.write_bytes(largest.read_bytes()[: largest.stat().st_size // 2])
-    assert "run/checkpoints/3: the checkpoint cannot be read" in refusal(workdir)
+    workdirs = [tmp_path / "params", tmp_path / "config"]
+    for workdir in workdirs:
+        shutil.copytree(saved[0], workdir)
+        item = workdir / "checkpoints" / "3" / workdir.name
+        largest = max(filter(pathlib.Path.is_file, item.rglob("*")), key=lambda x: x.stat().st_size)
+        largest.write_bytes(largest.read_bytes()[: largest.stat().st_size // 2])
+    damaged, *truncated = refusals(out, *workdirs)
+    assert "model/params: cannot be read" in damaged
+    for workdir, said in zip(workdirs, truncated, strict=True):
+        assert f"{workdir.name}/checkpoints/3: the checkpoint cannot be read" in said
 
 
 def test_a_broken_config_of_an_export_is_refused_by_name(saved, tmp_path):

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from flax import nnx
+from tiny_models import build
 
 from jhybrid.checkpoint import write_export
 from jhybrid.config import (
@@ -24,7 +25,6 @@ from jhybrid.errors import UserError
 from jhybrid.evals import markov, options, prediction, report
 from jhybrid.evals.results import Predictions, Results, digest
 from jhybrid.evals.ruler import suite
-from jhybrid.model import HybridLM
 from jhybrid.parameters import flatten
 
 ROOT = Path(__file__).parent.parent
@@ -161,7 +161,7 @@ def tiny() -> Experiment:
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory) -> Path:
     """An export of a random model."""
-    model = HybridLM(tiny().model, rngs=nnx.Rngs(0))
+    model = build(tiny().model)
     folder = tmp_path_factory.mktemp("checkpoint") / "export"
     return write_export(tiny(), flatten(nnx.state(model, nnx.Param)), folder)
 

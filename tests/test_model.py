@@ -254,7 +254,12 @@ def test_routes_by_block_reach_each_block(scan_blocks):
     text = tokens(2, 24)
     routes = np.random.default_rng(0).random((4, 2, 3, 2)) < 0.5
     place = jnp.broadcast_to(jnp.arange(24), text.shape)
-    reports = model(text, Context(positions=place, routes=jnp.asarray(routes))).reports
+
+    @jax.jit
+    def run(text, routes):
+        return model(text, Context(positions=place, routes=routes)).reports
+
+    reports = run(text, routes)
     for block in (0, 1, 3):
         found = np.asarray(reports[f"blocks.{block}"]["decisions"])
         np.testing.assert_array_equal(found, routes[block])

@@ -43,7 +43,7 @@ def start(tmp_path_factory):
     environ = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "",
+        "XLA_FLAGS": os.environ["XLA_FLAGS"] + " --xla_force_host_platform_device_count=1",
         "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("compiled")),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # compiling is most of the time of a small run
