@@ -1,7 +1,10 @@
-"""What kernels for Hopper share: shared-memory layouts, products, vectors laid over a tile.
+"""What kernels for Hopper share: shared-memory layouts, products, vectors laid over a tile, and
+copies that run ahead of the warpgroups that use them.
 
 Mosaic GPU is experimental: modules that other JAX versions import must import this one late.
 """
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -91,3 +94,19 @@ def over_columns(vector, shape: tuple[int, int]):
     # else.
     loaded = plgpu.load(vector, layout=WGMMA.reduce(0), optimized=False)
     return plgpu.layout_cast(lax.broadcast_in_dim(loaded, shape, (1,)), WGMMA)
+
+
+def copy_ahead(load, steps, stages: int, consumed):
+    """load(step, slot) of every step, in turn into `stages` slots: what a copying warpgroup does.
+
+    A slot is filled again when those who use it have arrived at its barrier of `consumed`; for the
+    last `stages` steps nobody waits.
+    """
+    for step in range(stages):
+        pl.when(step < steps)(functools.partial(load, step, step))
+
+    @pl.loop(0, jnp.maximum(steps - stages, 0))
+    def _refill(step):
+        slot = lax.rem(step, jnp.int32(stages))
+        plgpu.barrier_wait(consumed.at[slot])
+        load(step + stages, slot)

@@ -28,6 +28,7 @@ from pallas_kernels.gated_delta_rule.pallas_gpu_tiles import (
     swizzled,
     wide,
 )
+from pallas_kernels.pallas_gpu_hopper import copy_ahead
 
 _STAGES = 2
 
@@ -66,14 +67,7 @@ def _replay_kernel(*refs, buffers, group, workers, stretch, tiles, interpret):
     def _copies():
         if workers == 2:
             plgpu.set_max_registers(40, action="decrease")
-        for step in range(_STAGES):
-            pl.when(step < count)(functools.partial(load, step, step))
-
-        @pl.loop(0, jnp.maximum(count - _STAGES, 0))
-        def _refill(step):
-            slot = lax.rem(step, jnp.int32(_STAGES))
-            plgpu.barrier_wait(consumed.at[slot])
-            load(step + _STAGES, slot)
+        copy_ahead(load, count, _STAGES, consumed)
 
     @pl.when(worker < workers)
     def _states():

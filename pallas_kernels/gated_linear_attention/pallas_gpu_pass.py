@@ -28,6 +28,7 @@ from pallas_kernels.gated_linear_attention.pallas_gpu_levels import TILE
 from pallas_kernels.pallas_gpu_hopper import (
     READ_ONLY_SMEM,
     WGMMA,
+    copy_ahead,
     over_columns,
     product,
     swizzled,
@@ -90,14 +91,7 @@ def _kernel(
     def _copies():
         if workers == 2:
             plgpu.set_max_registers(40, action="decrease")
-        for step in range(_STAGES):
-            pl.when(step < count)(functools.partial(load, step, step))
-
-        @pl.loop(0, jnp.maximum(count - _STAGES, 0))
-        def _refill(step):
-            slot = lax.rem(step, jnp.int32(_STAGES))
-            plgpu.barrier_wait(consumed.at[slot])
-            load(step + _STAGES, slot)
+        copy_ahead(load, count, _STAGES, consumed)
 
     @pl.when(worker < workers)
     def _states():
