@@ -4,6 +4,7 @@ import csv
 import dataclasses
 import json
 import re
+import shutil
 from html.parser import HTMLParser
 
 import jax
@@ -381,6 +382,36 @@ def test_a_run_that_diverges_before_its_first_record_is_recorded_as_diverged(tmp
     (result,) = runner.results()
     assert (result["status"], result["reason"]) == ("diverged", "loss is not finite")
     assert result["milliseconds_per_step"] is None
+
+
+def test_results_of_several_machines_in_one_workdir_are_one_study(tmp_path, monkeypatch):
+    """Each machine has a workdir and cells of its own; nothing but results is brought together."""
+
+    def train(experiment, seeds, folder, **options):
+        return [together.Outcome({}, "loss is not finite", [], together.Spent(1.0)) for _ in seeds]
+
+    monkeypatch.setattr(together, "train", train)
+    cells = (cell("one"), cell("two", steps=8), cell("three", steps=10))
+    study = Study(name="s", cells=cells, seeds=(0, 1), evaluation=Evaluation(tasks=(), lengths=()))
+    found = []
+    for index, machine in enumerate((tmp_path / "a", tmp_path / "b")):
+        runner = Runner(study, machine)
+        runner.run(cells[index::2])
+        found += runner.results()
+        for file in machine.glob("runs/*/result.json"):
+            copy = tmp_path / "all" / file.relative_to(machine)
+            copy.parent.mkdir(parents=True)
+            shutil.copyfile(file, copy)
+
+    def no_more(*arguments, **options):
+        raise AssertionError("everything has a result")
+
+    monkeypatch.setattr(together, "train", no_more)
+    runner = Runner(study, tmp_path / "all")
+    runner.run(cells)
+    order = [f"{of.name}_seed{seed}" for of in cells for seed in study.seeds]
+    assert [result["run"] for result in runner.results()] == order
+    assert sorted(found, key=lambda result: order.index(result["run"])) == runner.results()
 
 
 def test_results_of_other_settings_are_refused(tmp_path, monkeypatch):
