@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from pallas_kernels.array_types import Array, Float, Int
 from pallas_kernels.decode_attention import pallas_gpu, pallas_tpu, reference, xla
 from pallas_kernels.decode_attention.parts import Logits
-from pallas_kernels.dispatch import Candidate, Implementation, Table, not_run_yet, resolve
+from pallas_kernels.dispatch import Candidate, Implementation, Table, resolve
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -127,7 +127,5 @@ IMPLEMENTATIONS: Table = {
     "reference": Candidate(reference.attend),
     "xla": Candidate(xla.attend),
     "pallas_tpu": Candidate(_differentiable(pallas_tpu.attend), pallas_tpu.unsupported),
-    "pallas_gpu": Candidate(
-        _differentiable(pallas_gpu.attend), pallas_gpu.unsupported, slower=not_run_yet
-    ),
+    "pallas_gpu": Candidate(_differentiable(pallas_gpu.attend), pallas_gpu.unsupported),
 }
