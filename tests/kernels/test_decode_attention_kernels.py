@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import decode_attention, dispatch
 from pallas_kernels.decode_attention import api, pallas_gpu, pallas_tpu, parts, xla
@@ -101,6 +103,43 @@ def test_gradients_of_queries_that_see_nothing_are_zero(implementation):
     assert all(np.isfinite(x).all() for name, x in found.items() if name != "lse")
 
 
+@pytest.mark.slow
+def test_vmap_over_caches_is_one_cache_after_the_other():
+    case = BY_NAME["few-queries"]
+    floating, lists, _, _ = drawn(case, "float32")
+    queries = jnp.stack([floating["q"], 2 * floating["q"]])
+    places = jnp.stack([lists["positions"], lists["positions"] - 9])
+
+    @jax.jit
+    def attend(q, positions):
+        return decode_attention(**floating | {"q": q}, **lists | {"positions": positions})
+
+    together = jax.jit(jax.vmap(attend))(queries, places)
+    for n in range(2):
+        for name, x, y in zip(case.outputs, together, attend(queries[n], places[n]), strict=True):
+            assert_close(x[n], y, 1e-6, name)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [pytest.param(P("rows"), marks=pytest.mark.slow), P(None, "rows")],
+    ids=["rows", "heads"],
+)
+def test_shard_map_over_rows_or_heads_is_the_whole(spec):
+    """A device may hold any of the lists; the pool of pages is on all of them."""
+    case = BY_NAME["full"]
+    floating, lists, _, expected = drawn(case, "float32")
+    mesh = jax.make_mesh((2,), ("rows",), axis_types=(AxisType.Auto,))
+    by_row, by_head = P(*spec[:1]), P(spec[0], None, *spec[1:])
+    specs = by_head, P(), P(), spec, spec, by_row
+    attend = jax.shard_map(
+        decode_attention, mesh=mesh, in_specs=specs, out_specs=(by_head, spec), check_vma=False
+    )
+    actual = jax.jit(attend)(*((floating | lists)[name] for name in NAMES))
+    for name, x in zip(case.outputs, actual, strict=True):
+        assert_close(x, expected[name], 1e-5, name)
+
+
 def test_parts_merge_to_the_whole():
     case = BY_NAME["chunks"]
     floating, lists, _, expected = drawn(case, "float32")
@@ -161,25 +200,21 @@ def test_what_the_kernels_decline_falls_back_to_xla_with_the_reason(
     "steps", [[7], [0, 0, 0], [40, 0, 1, 0, 0, 13], [4] * 16, [100, 1, 1, 1], [0, 5, 0]]
 )
 def test_shares_cover_every_step_once_evenly_and_in_places_of_their_own(steps, workers):
-    dealt = pallas_gpu.shares(jnp.asarray(steps), workers)
-    table, lists = np.asarray(dealt.workers), np.asarray(dealt.lists)
-    seen = [np.zeros(n, int) for n in steps]
-    places = {}
-    for worker, (first, count, low, high) in enumerate(table):
-        for line in range(first, first + count):
-            begin, end, first_worker, last_worker = lists[line]
-            assert first_worker <= worker <= last_worker
-            mine = range(max(low, begin), max(min(high, end), max(low, begin)))
-            for step in mine:
-                seen[line][step - begin] += 1
-            assert places.setdefault(line + worker, (line, worker)) == (line, worker)
-    assert all((x == 1).all() for x in seen)
-    fair = max(math.ceil(sum(steps) / workers), pallas_gpu._FEWEST_STEPS)
-    assert (table[:, 3] - table[:, 2] == fair).all()
-    for line, (_, _, first_worker, last_worker) in enumerate(lists):  # places of a list are a run
-        for worker in range(first_worker, last_worker + 1):
-            assert places[line + worker] == (line, worker)
-    assert max(places) <= len(steps) + workers - 2
+    steps = np.asarray(steps)
+    ends = np.cumsum(steps)
+    begins = ends - steps
+    dealt = pallas_gpu.Shares.of(jnp.int32(ends[-1]), workers)
+    size = int(dealt.size)
+    assert size == max(math.ceil(steps.sum() / workers), pallas_gpu._FEWEST_STEPS)
+    first, last = np.asarray(dealt.first(begins)), np.asarray(dealt.last(begins, ends))
+    assert (first >= 0).all() and (first <= last).all() and (last < workers).all()
+    for begin, end, *mine in zip(begins, ends, first, last, strict=True):
+        here = set(range(begin // size, (end - 1) // size + 1)) if end > begin else set()
+        assert here <= set(range(mine[0], mine[1] + 1)) and (
+            not here or len(here) > mine[1] - mine[0]
+        )
+    # a worker's lists are a run, and so are the places of a list's parts, which nobody shares
+    assert (first[1:] >= last[:-1]).all() and (np.diff(first) >= 0).all()
 
 
 def test_lists_end_with_the_last_page_that_is_seen():
