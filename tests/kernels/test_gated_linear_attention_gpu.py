@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from pallas_kernels import dispatch, gated_linear_attention
-from pallas_kernels.gated_linear_attention import api, pallas_gpu
+from pallas_kernels.gated_linear_attention import api, pallas_gpu, xla
 from pallas_kernels.gated_linear_attention.cases import BY_NAME, Case, accepted
 from tests.closeness import assert_close
 from tests.kernels.recurrences import drawn, outputs_and_gradients
@@ -46,10 +46,10 @@ def test_what_the_kernels_decline_falls_back_to_xla_with_the_reason(
         dispatch.choose(api.IMPLEMENTATIONS, "pallas_gpu", problem, target)
 
 
-def test_kernels_that_have_not_run_on_a_gpu_run_by_name_only(monkeypatch):
+def test_kernels_that_nobody_has_timed_run_by_name_only(monkeypatch):
     monkeypatch.setattr(pallas_gpu, "JAX_VERSION", jax.__version__)
     choice = dispatch.choose(api.IMPLEMENTATIONS, "auto", TAKEN, H200)
-    assert choice.name == "xla" and "not run on the hardware" in dict(choice.skipped)["pallas_gpu"]
+    assert choice.name == "xla" and "not been timed" in dict(choice.skipped)["pallas_gpu"]
     named = dispatch.choose(api.IMPLEMENTATIONS, "pallas_gpu", TAKEN, H200)
     assert named.name == "pallas_gpu"
     monkeypatch.setattr(pallas_gpu, "JAX_VERSION", "0.0.0")
@@ -72,21 +72,22 @@ def kernels(arguments, integers, K, **options):
     return pallas_gpu.gated_linear_attention(**given, scale=K**-0.5, **options)
 
 
-@functools.partial(jax.jit, static_argnames=("pieces",), compiler_options=QUICK_COMPILE)
-def interpreted(arguments, integers, cotangents, pieces):
-    """{"o", "final_state", "dq", ...} of the kernels, whatever this machine is."""
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    op = functools.partial(
-        kernels,
-        integers=integers,
-        K=arguments["q"].shape[-1],
-        pieces=pieces,
-        interpret=plgpu.InterpretGPUParams(),
-    )
+def with_their_gradients(arguments, integers, cotangents, **options):
+    """{"o", "final_state", "dq", ...} of the kernels."""
+    K = arguments["q"].shape[-1]
+    op = functools.partial(kernels, integers=integers, K=K, **options)
     (o, final_state), pullback = jax.vjp(op, arguments)
     gradients = pullback(cotangents)[0]
     return {"o": o, "final_state": final_state} | {f"d{n}": x for n, x in gradients.items()}
+
+
+@functools.partial(jax.jit, static_argnames=("pieces",), compiler_options=QUICK_COMPILE)
+def interpreted(arguments, integers, cotangents, pieces):
+    """`with_their_gradients`, whatever this machine is."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    options = {"pieces": pieces, "interpret": plgpu.InterpretGPUParams()}
+    return with_their_gradients(arguments, integers, cotangents, **options)
 
 
 def assert_close_to_reference(case: Case, actual, expected):
@@ -181,3 +182,33 @@ def test_kernels_on_a_gpu_match_the_reference(case):
     inputs, expected = drawn(gated_linear_attention, case, "bfloat16")
     actual = outputs_and_gradients(gated_linear_attention, *inputs, implementation="pallas_gpu")
     assert_close_to_reference(case, actual, expected)
+
+
+@pytest.mark.gpu
+@written_for
+@pytest.mark.xfail(reason="on an H200 the gradients kernel's dg varies from run to run")
+@pytest.mark.parametrize("case", SHAPES, ids=lambda case: case.name)
+def test_the_kernels_own_gradients_on_a_gpu_match_the_reference(case):
+    inputs, expected = drawn(gated_linear_attention, case, "bfloat16")
+    assert_close_to_reference(case, jax.jit(with_their_gradients)(*inputs), expected)
+
+
+def test_gradients_of_the_op_are_those_of_xla():
+    case = Case("packed", "rwkv6", 2, 20, 1, 2, 8, 8, documents=(13, 7))
+    (arguments, integers, cotangents), _ = drawn(gated_linear_attention, case, "float32")
+
+    def silent(**given):  # in value xla's, without a gradient
+        return jax.lax.stop_gradient(xla.gated_linear_attention(**given))
+
+    def gradients(op):
+        def whole(arguments):
+            options = {"beta": None, "scale": 0.5, "chunk_size": 16, "precision": None}
+            return op(**arguments, **integers, **options)
+
+        return jax.jit(lambda x, ct: jax.vjp(whole, x)[1](ct)[0])(arguments, cotangents)
+
+    expected = gradients(xla.gated_linear_attention)
+    actual = gradients(api._differentiable(silent))
+    assert actual.keys() == expected.keys() == arguments.keys()
+    for name, x in expected.items():
+        assert_close(actual[name], x, 1e-6, f"d{name}")
