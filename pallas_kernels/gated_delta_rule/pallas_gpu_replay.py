@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.array_types import Array, Float
-from pallas_kernels.gated_delta_rule.pallas_gpu_scan import advance, errors_of
+from pallas_kernels.gated_delta_rule.pallas_gpu_scan import advancing, errors_of
 from pallas_kernels.gated_delta_rule.pallas_gpu_tiles import (
     CARRY_IN,
     READ_ONLY_SMEM,
@@ -28,7 +28,7 @@ from pallas_kernels.gated_delta_rule.pallas_gpu_tiles import (
     swizzled,
     wide,
 )
-from pallas_kernels.pallas_gpu_hopper import copy_ahead
+from pallas_kernels.pallas_gpu_hopper import copy_ahead, products
 
 _STAGES = 2
 
@@ -91,12 +91,16 @@ def _replay_kernel(*refs, buffers, group, workers, stretch, tiles, interpret):
                 plgpu.copy_smem_to_gmem(kept.at[worker], keep_at)
             else:
                 half = left_operand(state)
-            read = product(interpret, half, keys)
-            carry_in = columns(gates.at[slot, CARRY_IN])
-            values = plgpu.load(v.at[slot, worker].transpose((1, 0)), layout=WGMMA)
-            values = values.astype(jnp.float32)
+
+            def meanwhile():
+                carry_in = columns(gates.at[slot, CARRY_IN])
+                values = plgpu.load(v.at[slot, worker].transpose((1, 0)), layout=WGMMA)
+                return carry_in, values.astype(jnp.float32)
+
+            read, (carry_in, values) = product(interpret, half, keys, meanwhile=meanwhile)
             errors = errors_of(interpret, read, values, carry_in, a.at[slot])
-            state = advance(interpret, state, errors, k.at[slot], gates.at[slot])
+            leaving = advancing(state, errors, k.at[slot], gates.at[slot])
+            (state,), _ = products(interpret, leaving)
 
             @pl.when(step + _STAGES < count)  # otherwise nobody waits for the slot
             def _release():

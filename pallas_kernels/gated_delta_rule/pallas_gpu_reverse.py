@@ -38,6 +38,7 @@ from pallas_kernels.gated_delta_rule.pallas_gpu_tiles import (
     swizzled,
     wide,
 )
+from pallas_kernels.pallas_gpu_hopper import products
 
 _STAGES = 2
 
@@ -116,20 +117,26 @@ def _stretch(
             keys, queries = kq.at[slot, pl.ds(0, TILE)], kq.at[slot, pl.ds(TILE, TILE)]
             tile = first + count - 1 - step
             half = round_state(tile, panel, dstate)
-            derrors = product(interpret, half, keys.transpose((1, 0)))
-            derrors = derrors * columns(gates.at[slot, CARRY_OUT])
-            dout = plgpu.load(do.at[slot, worker].transpose((1, 0)), layout=WGMMA)
-            if weight is not None:
-                dout = (dout.astype(jnp.float32) * weight).astype(jnp.bfloat16)
+            dout = do.at[slot, worker].transpose((1, 0))
             plgpu.barrier_wait(attended.at[slot])
-            derrors = product(interpret, dout, attention(step), derrors)
+            # What does not wait for dS is in flight beside what does.
+            (written, given), carry_out = products(
+                interpret,
+                ([(half, keys.transpose((1, 0)))], None),
+                ([(dout, attention(step))], None),
+                meanwhile=lambda: columns(gates.at[slot, CARRY_OUT]),
+            )
             if only_one:
                 pl.when(step + 1 < count)(lambda: plgpu.barrier_arrive(used))
-            dv = product(interpret, derrors.astype(jnp.bfloat16), a.at[slot])
+            derrors = written * carry_out + (given if weight is None else given * weight)
             carry_in = columns(gates.at[slot, CARRY_IN])
-            dstate = dstate * gates[slot, CARRY_IN, TILE - 1]
-            read = (dout.astype(jnp.float32) * (carry_in * scale)).astype(jnp.bfloat16)
-            dstate = product(interpret, read, queries, dstate)
+            read_scale = carry_in * (scale if weight is None else scale * weight)
+            read = plgpu.load(dout, layout=WGMMA).astype(jnp.float32) * read_scale
+            (dv, dstate), _ = products(
+                interpret,
+                ([(derrors.astype(jnp.bfloat16), a.at[slot])], None),
+                ([(read.astype(jnp.bfloat16), queries)], dstate * gates[slot, CARRY_IN, TILE - 1]),
+            )
             dstate = product(interpret, (-dv * carry_in).astype(jnp.bfloat16), keys, dstate)
 
             @pl.when(step + _STAGES < count)  # otherwise nobody waits for the slot

@@ -36,6 +36,7 @@ from pallas_kernels.gated_delta_rule.pallas_gpu_tiles import (
     swizzled,
     wide,
 )
+from pallas_kernels.pallas_gpu_hopper import products
 
 
 def errors_of(interpret, read, values, carry_in, a):
@@ -44,10 +45,10 @@ def errors_of(interpret, read, values, carry_in, a):
     return product(interpret, residual.astype(jnp.bfloat16), a.transpose((1, 0)))
 
 
-def advance(interpret, state, errors, keys, gates):
-    """The state leaving a tile, transposed [64, K]."""
+def advancing(state, errors, keys, gates):
+    """The term of `products` that is the state leaving a tile, transposed [64, K]."""
     kept = (errors * columns(gates.at[CARRY_OUT])).astype(jnp.bfloat16)
-    return product(interpret, kept, keys, state * gates[CARRY_IN, TILE - 1])
+    return [(kept, keys)], state * gates[CARRY_IN, TILE - 1]
 
 
 def _kernel(
@@ -138,11 +139,17 @@ def _kernel(
             operand = kq.at[slot].transpose((1, 0))
             read, (carry_in, values) = product(interpret, half, operand, meanwhile=meanwhile)
             errors = errors_of(interpret, read[:, :TILE], values, carry_in, a.at[slot])
-            state = advance(interpret, state, errors, kq.at[slot, pl.ds(0, TILE)], gates.at[slot])
+            leaving = advancing(state, errors, kq.at[slot, pl.ds(0, TILE)], gates.at[slot])
+            if copies:  # registers are short: one product after the other
+                (state,), _ = products(interpret, leaving)
             plgpu.barrier_wait(attended.at[slot])
             out = read[:, TILE:] * (carry_in * scale)
             weights = attention(step).transpose((1, 0))
-            out = product(interpret, errors.astype(jnp.bfloat16), weights, out)
+            reading = ([(errors.astype(jnp.bfloat16), weights)], out)
+            if copies:
+                (out,), _ = products(interpret, reading)
+            else:
+                (state, out), _ = products(interpret, leaving, reading)
             if only_one:
                 pl.when(step + 1 < count)(lambda: plgpu.barrier_arrive(used))
 

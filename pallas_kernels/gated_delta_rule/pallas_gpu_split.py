@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.array_types import Array, Float
-from pallas_kernels.gated_delta_rule.pallas_gpu_scan import advance, errors_of, workers_of
+from pallas_kernels.gated_delta_rule.pallas_gpu_scan import advancing, errors_of, workers_of
 from pallas_kernels.gated_delta_rule.pallas_gpu_tiles import (
     CARRY_IN,
     READ_ONLY_SMEM,
@@ -27,6 +27,7 @@ from pallas_kernels.gated_delta_rule.pallas_gpu_tiles import (
     swizzled,
     wide,
 )
+from pallas_kernels.pallas_gpu_hopper import products
 
 Halves = tuple[Array, Array]  # leading and trailing bits, bf16, as [B, H, stretches, V or K, K]
 
@@ -110,12 +111,17 @@ def _summarise_kernel(
             slot = lax.rem(step, jnp.int32(_STAGES))
             plgpu.barrier_wait(loaded.at[slot])
             half = left_operand(state, copies[0].at[worker] if copies else None)
-            read = product(interpret, half, k.at[slot].transpose((1, 0)))
-            carry_in = columns(gates.at[slot, CARRY_IN])
-            values = plgpu.load(v.at[slot, worker].transpose((1, 0)), layout=WGMMA)
-            values = values.astype(jnp.float32) * has_values
+
+            def meanwhile():
+                carry_in = columns(gates.at[slot, CARRY_IN])
+                values = plgpu.load(v.at[slot, worker].transpose((1, 0)), layout=WGMMA)
+                return carry_in, values.astype(jnp.float32) * has_values
+
+            operand = k.at[slot].transpose((1, 0))
+            read, (carry_in, values) = product(interpret, half, operand, meanwhile=meanwhile)
             errors = errors_of(interpret, read, values, carry_in, a.at[slot])
-            state = advance(interpret, state, errors, k.at[slot], gates.at[slot])
+            leaving = advancing(state, errors, k.at[slot], gates.at[slot])
+            (state,), _ = products(interpret, leaving)
 
             @pl.when(step + _STAGES < stretch)  # otherwise nobody waits for the slot
             def _release():
