@@ -22,15 +22,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.array_types import Array, Float
+from pallas_kernels.gated_delta_rule.pallas_gpu_feed import buffer, copies_and_attention, copy_tile
 from pallas_kernels.gated_delta_rule.pallas_gpu_tiles import (
-    BETA,
     CARRY_IN,
     CARRY_OUT,
     READ_ONLY_SMEM,
     TILE,
     WGMMA,
     columns,
-    decay_tile,
     left_operand,
     product,
     swizzled,
@@ -57,57 +56,27 @@ def _kernel(
     kq, v, a, gates, m, o,  # shared memory
     loaded, attended, consumed, used,  # barriers
     *copies,  # of the workers' states, where they are wide
-    group, stages, workers, stretch, tiles, scale, segmented, interpret,
+    stages, workers, stretch, tiles, scale, segmented, interpret,
 ):  # fmt: skip
     row, head, pane, piece = (lax.axis_index(name) for name in ("row", "head", "pane", "piece"))
-    key_head = lax.div(head, jnp.int32(group))
     worker = lax.axis_index("worker")
     first = piece * stretch
     count = jnp.minimum(stretch, tiles - first)
     only_one = m.shape[0] == 1  # tile M in shared memory, not one a stage
 
-    def attention(step):
-        return m.at[lax.rem(step, jnp.int32(m.shape[0]))]
-
     def load(step, slot):
-        tokens = pl.ds((first + step) * TILE, TILE)
-        barrier = loaded.at[slot]
-        keys, queries = kq.at[slot, pl.ds(0, TILE)], kq.at[slot, pl.ds(TILE, TILE)]
-        plgpu.copy_gmem_to_smem(k_ref.at[row, tokens, key_head], keys, barrier)
-        plgpu.copy_gmem_to_smem(q_ref.at[row, tokens, key_head], queries, barrier)
-        for w in range(workers):
-            panel = pl.ds((pane * workers + w) * TILE, TILE)
-            plgpu.copy_gmem_to_smem(v_ref.at[row, tokens, head, panel], v.at[slot, w], barrier)
-        plgpu.copy_gmem_to_smem(a_ref.at[row, head, first + step], a.at[slot], barrier)
-        plgpu.copy_gmem_to_smem(gates_ref.at[row, head, first + step], gates.at[slot], barrier)
+        panels = [(pane * workers + w) * TILE for w in range(workers)]
+        sources, targets = (q_ref, k_ref, v_ref, a_ref, gates_ref), (kq, v, a, gates)
+        place = {"row": row, "head": head, "tile": first + step, "panels": panels}
+        copy_tile(sources, targets, slot, loaded.at[slot], **place)
 
     @pl.when(worker == workers)
     def _copies_and_attention():
         if workers == 2:
             plgpu.set_max_registers(88, action="decrease")
-        for step in range(stages):
-            pl.when(step < count)(functools.partial(load, step, step))
-
-        @pl.loop(0, count)
-        def _tile(step):
-            slot = lax.rem(step, jnp.int32(stages))
-            plgpu.barrier_wait(loaded.at[slot])
-            keys, queries = kq.at[slot, pl.ds(0, TILE)], kq.at[slot, pl.ds(TILE, TILE)]
-            scores = product(interpret, queries, keys.transpose((1, 0)))
-            scores = scores * decay_tile(gates.at[slot], segmented, strict=False)
-            scores = scores * (columns(gates.at[slot, BETA]) * scale)
-            if only_one:
-                pl.when(step > 0)(lambda: plgpu.barrier_wait(used))
-            attention(step)[...] = scores.astype(jnp.bfloat16)
-            plgpu.commit_smem()
-            plgpu.barrier_arrive(attended.at[slot])
-
-            # Refill the slot of the previous tile, once every worker is done with it.
-            @pl.when((step > 0) & (step - 1 + stages < count))
-            def _refill():
-                free = lax.rem(step - 1, jnp.int32(stages))
-                plgpu.barrier_wait(consumed.at[free])
-                load(step - 1 + stages, free)
+        barriers = loaded, attended, consumed, used
+        options = {"scale": scale, "segmented": segmented, "interpret": interpret}
+        copies_and_attention(load, count, kq, gates, m, *barriers, **options)
 
     @pl.when(worker < workers)
     def _states_and_outputs():
@@ -144,7 +113,7 @@ def _kernel(
                 (state,), _ = products(interpret, leaving)
             plgpu.barrier_wait(attended.at[slot])
             out = read[:, TILE:] * (carry_in * scale)
-            weights = attention(step).transpose((1, 0))
+            weights = buffer(m, step).transpose((1, 0))
             reading = ([(errors.astype(jnp.bfloat16), weights)], out)
             if copies:
                 (out,), _ = products(interpret, reading)
@@ -194,7 +163,6 @@ def scan_tiles(
     stages = 3 if width <= 128 else 2
     body = functools.partial(
         _kernel,
-        group=heads // k.shape[2],
         stages=stages,
         workers=workers,
         stretch=-(-tiles // pieces),

@@ -15,6 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.array_types import Array, Float
+from pallas_kernels.gated_delta_rule.pallas_gpu_feed import copy_tile
 from pallas_kernels.gated_delta_rule.pallas_gpu_scan import advancing, errors_of, workers_of
 from pallas_kernels.gated_delta_rule.pallas_gpu_tiles import (
     CARRY_IN,
@@ -64,24 +65,19 @@ def stretches(batch: int, heads: int, tiles: int, key_width: int, value_width: i
 def _summarise_kernel(
     k_ref, v_ref, a_ref, gates_ref, b_high_ref, b_low_ref, t_high_ref, t_low_ref,
     k, v, a, gates, loaded, consumed, *copies,
-    group, workers, stretch, interpret,
+    workers, stretch, interpret,
 ):  # fmt: skip
     row, head, pane, piece = (lax.axis_index(name) for name in ("row", "head", "pane", "piece"))
-    key_head = lax.div(head, jnp.int32(group))
     worker = lax.axis_index("worker")
     first = piece * stretch
 
     def load(step, slot):
-        tokens = pl.ds((first + step) * TILE, TILE)
-        barrier = loaded.at[slot]
-        plgpu.copy_gmem_to_smem(k_ref.at[row, tokens, key_head], k.at[slot], barrier)
-        for w in range(workers):
-            # Panels past V carry T, not B: any values will do, they are multiplied by zero.
-            last = v_ref.shape[-1] // TILE - 1
-            panel = pl.ds(jnp.minimum(pane * workers + w, last) * TILE, TILE)
-            plgpu.copy_gmem_to_smem(v_ref.at[row, tokens, head, panel], v.at[slot, w], barrier)
-        plgpu.copy_gmem_to_smem(a_ref.at[row, head, first + step], a.at[slot], barrier)
-        plgpu.copy_gmem_to_smem(gates_ref.at[row, head, first + step], gates.at[slot], barrier)
+        # Panels past V carry T, not B: any values will do, they are multiplied by zero.
+        last = v_ref.shape[-1] // TILE - 1
+        panels = [jnp.minimum(pane * workers + w, last) * TILE for w in range(workers)]
+        sources, targets = (None, k_ref, v_ref, a_ref, gates_ref), (k, v, a, gates)
+        place = {"row": row, "head": head, "tile": first + step, "panels": panels}
+        copy_tile(sources, targets, slot, loaded.at[slot], **place)
 
     @pl.when(worker == workers)
     def _copies():
@@ -154,7 +150,6 @@ def summarise(
     workers = 2 if panels % 2 == 0 else 1
     body = functools.partial(
         _summarise_kernel,
-        group=heads // k.shape[2],
         workers=workers,
         stretch=-(-tiles // pieces),
         interpret=interpret is not None,
