@@ -33,7 +33,7 @@ from pallas_kernels.pallas_gpu_hopper import products
 Halves = tuple[Array, Array]  # leading and trailing bits, bf16, as [B, H, stretches, V or K, K]
 
 _STAGES = 2
-_MULTIPROCESSORS = 132  # of the H100 and H200 in their SXM form
+MULTIPROCESSORS = 132  # of the H100 and H200 in their SXM form
 
 
 def stretches(batch: int, heads: int, tiles: int, key_width: int, value_width: int) -> int:
@@ -49,7 +49,7 @@ def stretches(batch: int, heads: int, tiles: int, key_width: int, value_width: i
 
         def rounds(width: int, count: int, workers: int = 2) -> int:
             panes = -(-width // (workers * TILE))
-            return -(-batch * heads * panes * count // _MULTIPROCESSORS)
+            return -(-batch * heads * panes * count // MULTIPROCESSORS)
 
         whole = rounds(value_width, pieces, workers_of(key_width, value_width)) * length
         if pieces == 1:
