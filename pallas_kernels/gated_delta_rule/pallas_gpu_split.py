@@ -32,7 +32,6 @@ from pallas_kernels.pallas_gpu_hopper import products
 
 Halves = tuple[Array, Array]  # leading and trailing bits, bf16, as [B, H, stretches, V or K, K]
 
-_STAGES = 2
 MULTIPROCESSORS = 132  # of the H100 and H200 in their SXM form
 
 
@@ -70,6 +69,7 @@ def _summarise_kernel(
     row, head, pane, piece = (lax.axis_index(name) for name in ("row", "head", "pane", "piece"))
     worker = lax.axis_index("worker")
     first = piece * stretch
+    stages = k.shape[0]
 
     def load(step, slot):
         # Panels past V carry T, not B: any values will do, they are multiplied by zero.
@@ -79,55 +79,54 @@ def _summarise_kernel(
         place = {"row": row, "head": head, "tile": first + step, "panels": panels}
         copy_tile(sources, targets, slot, loaded.at[slot], **place)
 
-    @pl.when(worker == workers)
-    def _copies():
-        if workers == 2:
-            plgpu.set_max_registers(40, action="decrease")
-        for step in range(min(_STAGES, stretch)):
+    @pl.when(worker == 0)
+    def _first():
+        for step in range(min(stages, stretch)):
             load(step, step)
 
-        @pl.loop(0, max(stretch - _STAGES, 0))
-        def _refill(step):
-            slot = lax.rem(step, jnp.int32(_STAGES))
-            plgpu.barrier_wait(consumed.at[slot])
-            load(step + _STAGES, slot)
+    base = (pane * workers + worker) * TILE
+    has_values = (base < v_ref.shape[-1]).astype(jnp.float32)
+    shape = (TILE, k.shape[-1])
+    i = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=WGMMA)
+    j = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=WGMMA)
+    state = jnp.where(i + (base - v_ref.shape[-1]) == j, 1.0, 0.0)
 
-    @pl.when(worker < workers)
-    def _states():
-        if workers == 2:
-            plgpu.set_max_registers(232, action="increase")
-        base = (pane * workers + worker) * TILE
-        has_values = (base < v_ref.shape[-1]).astype(jnp.float32)
-        shape = (TILE, k.shape[-1])
-        i = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=WGMMA)
-        j = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=WGMMA)
-        state = jnp.where(i + (base - v_ref.shape[-1]) == j, 1.0, 0.0)
+    def tile(step, state):
+        slot = lax.rem(step, jnp.int32(stages))
+        plgpu.barrier_wait(loaded.at[slot])
+        half = left_operand(state, copies[0].at[worker] if copies else None)
 
-        def tile(step, state):
-            slot = lax.rem(step, jnp.int32(_STAGES))
-            plgpu.barrier_wait(loaded.at[slot])
-            half = left_operand(state, copies[0].at[worker] if copies else None)
+        def read_values():
+            carry_in = columns(gates.at[slot, CARRY_IN])
+            values = plgpu.load(v.at[slot, worker].transpose((1, 0)), layout=WGMMA)
+            return carry_in, values.astype(jnp.float32) * has_values
 
-            def meanwhile():
-                carry_in = columns(gates.at[slot, CARRY_IN])
-                values = plgpu.load(v.at[slot, worker].transpose((1, 0)), layout=WGMMA)
-                return carry_in, values.astype(jnp.float32) * has_values
+        operand = k.at[slot].transpose((1, 0))
+        if copies:  # registers are short
+            read = product(interpret, half, operand)
+            carry_in, values = read_values()
+        else:
+            read, (carry_in, values) = product(interpret, half, operand, meanwhile=read_values)
+        errors = errors_of(interpret, read, values, carry_in, a.at[slot])
+        leaving = advancing(state, errors, k.at[slot], gates.at[slot])
+        (state,), _ = products(interpret, leaving)
 
-            operand = k.at[slot].transpose((1, 0))
-            read, (carry_in, values) = product(interpret, half, operand, meanwhile=meanwhile)
-            errors = errors_of(interpret, read, values, carry_in, a.at[slot])
-            leaving = advancing(state, errors, k.at[slot], gates.at[slot])
-            (state,), _ = products(interpret, leaving)
+        @pl.when(step + stages < stretch)  # otherwise nobody waits for the slot
+        def _release():
+            plgpu.barrier_arrive(consumed.at[slot])
 
-            @pl.when(step + _STAGES < stretch)  # otherwise nobody waits for the slot
-            def _release():
-                plgpu.barrier_arrive(consumed.at[slot])
+        # The slot of the tile before, which the others are likely to be done with.
+        @pl.when((worker == 0) & (step > 0) & (step - 1 + stages < stretch))
+        def _refill():
+            free = lax.rem(step - 1, jnp.int32(stages))
+            plgpu.barrier_wait(consumed.at[free])
+            load(step - 1 + stages, free)
 
-            return state
+        return state
 
-        state = lax.fori_loop(0, stretch, tile, state)
-        maps = (b_high_ref, b_low_ref), (t_high_ref, t_low_ref)
-        store_map(*maps, (row, head, piece), base, state)
+    state = lax.fori_loop(0, stretch, tile, state)
+    maps = (b_high_ref, b_low_ref), (t_high_ref, t_low_ref)
+    store_map(*maps, (row, head, piece), base, state)
 
 
 def summarise(
@@ -147,7 +146,11 @@ def summarise(
     tiles, vectors = gates.shape[2:4]
     width = k.shape[-1]
     panels = (value_width + width) // TILE
-    workers = 2 if panels % 2 == 0 else 1
+    # As many warpgroups a block as registers hold states: their products wait in turn.
+    most = 2 if wide(width) else 4
+    workers = max(w for w in range(1, most + 1) if panels % w == 0)
+    copied = wide(width) or workers == 4  # with four, registers hold the state in fp32 only
+    stages = 2 if copied else 3
     body = functools.partial(
         _summarise_kernel,
         workers=workers,
@@ -158,17 +161,17 @@ def summarise(
         body,
         out_type=map_shapes(batch, heads, pieces - 1, value_width, width),
         scratch_types=[
-            swizzled(_STAGES, TILE, width),
-            swizzled(_STAGES, workers, TILE, TILE),
-            swizzled(_STAGES, TILE, TILE),
-            plgpu.SMEM((_STAGES, vectors, TILE), jnp.float32),
-            plgpu.Barrier(num_arrivals=3 + workers, num_barriers=_STAGES),
-            plgpu.Barrier(num_arrivals=workers, num_barriers=_STAGES),
-            *([swizzled(workers, TILE, width)] if wide(width) else []),
+            swizzled(stages, TILE, width),
+            swizzled(stages, workers, TILE, TILE),
+            swizzled(stages, TILE, TILE),
+            plgpu.SMEM((stages, vectors, TILE), jnp.float32),
+            plgpu.Barrier(num_arrivals=3 + workers, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=workers, num_barriers=stages),
+            *([swizzled(workers, TILE, width)] if copied else []),
         ],
         grid=(panels // workers, pieces - 1, heads, batch),
         grid_names=("pane", "piece", "head", "row"),
-        num_threads=workers + 1,
+        num_threads=workers,
         thread_name="worker",
         kernel_name="delta_rule_summarise",
         compiler_params=READ_ONLY_SMEM,
