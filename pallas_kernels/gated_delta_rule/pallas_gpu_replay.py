@@ -16,8 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.array_types import Array, Float
-from pallas_kernels.gated_delta_rule.pallas_gpu_feed import copy_tile
-from pallas_kernels.gated_delta_rule.pallas_gpu_scan import advancing, errors_of
+from pallas_kernels.gated_delta_rule.pallas_gpu_scan import advance, errors_of
 from pallas_kernels.gated_delta_rule.pallas_gpu_tiles import (
     CARRY_IN,
     READ_ONLY_SMEM,
@@ -29,7 +28,7 @@ from pallas_kernels.gated_delta_rule.pallas_gpu_tiles import (
     swizzled,
     wide,
 )
-from pallas_kernels.pallas_gpu_hopper import copy_ahead, products
+from pallas_kernels.pallas_gpu_hopper import copy_ahead
 
 _STAGES = 2
 
@@ -44,19 +43,25 @@ def buffer_of(panel, width: int):
     return lax.div(panel, jnp.int32(width)), pl.ds(lax.rem(panel, jnp.int32(width)), TILE)
 
 
-def _replay_kernel(*refs, buffers, workers, stretch, tiles, interpret):
+def _replay_kernel(*refs, buffers, group, workers, stretch, tiles, interpret):
     k_ref, v_ref, a_ref, gates_ref, state_ref, states_ref, *refs = refs
     error_refs, (k, v, a, gates, kept, out, loaded, consumed) = refs[:buffers], refs[buffers:]
     row, head, pane, piece = (lax.axis_index(name) for name in ("row", "head", "pane", "piece"))
+    key_head = lax.div(head, jnp.int32(group))
     worker = lax.axis_index("worker")
     first = piece * stretch
     count = jnp.minimum(stretch, tiles - first)
 
     def load(step, slot):
-        panels = [(pane * workers + w) * TILE for w in range(workers)]
-        sources, targets = (None, k_ref, v_ref, a_ref, gates_ref), (k, v, a, gates)
-        place = {"row": row, "head": head, "tile": first + step, "panels": panels}
-        copy_tile(sources, targets, slot, loaded.at[slot], **place)
+        tile = first + step
+        tokens = pl.ds(tile * TILE, TILE)
+        barrier = loaded.at[slot]
+        plgpu.copy_gmem_to_smem(k_ref.at[row, tokens, key_head], k.at[slot], barrier)
+        for w in range(workers):
+            panel = pl.ds((pane * workers + w) * TILE, TILE)
+            plgpu.copy_gmem_to_smem(v_ref.at[row, tokens, head, panel], v.at[slot, w], barrier)
+        plgpu.copy_gmem_to_smem(a_ref.at[row, head, tile], a.at[slot], barrier)
+        plgpu.copy_gmem_to_smem(gates_ref.at[row, head, tile], gates.at[slot], barrier)
 
     @pl.when(worker == workers)
     def _copies():
@@ -86,16 +91,12 @@ def _replay_kernel(*refs, buffers, workers, stretch, tiles, interpret):
                 plgpu.copy_smem_to_gmem(kept.at[worker], keep_at)
             else:
                 half = left_operand(state)
-
-            def meanwhile():
-                carry_in = columns(gates.at[slot, CARRY_IN])
-                values = plgpu.load(v.at[slot, worker].transpose((1, 0)), layout=WGMMA)
-                return carry_in, values.astype(jnp.float32)
-
-            read, (carry_in, values) = product(interpret, half, keys, meanwhile=meanwhile)
+            read = product(interpret, half, keys)
+            carry_in = columns(gates.at[slot, CARRY_IN])
+            values = plgpu.load(v.at[slot, worker].transpose((1, 0)), layout=WGMMA)
+            values = values.astype(jnp.float32)
             errors = errors_of(interpret, read, values, carry_in, a.at[slot])
-            leaving = advancing(state, errors, k.at[slot], gates.at[slot])
-            (state,), _ = products(interpret, leaving)
+            state = advance(interpret, state, errors, k.at[slot], gates.at[slot])
 
             @pl.when(step + _STAGES < count)  # otherwise nobody waits for the slot
             def _release():
@@ -144,6 +145,7 @@ def replay(
         functools.partial(
             _replay_kernel,
             buffers=buffers,
+            group=heads // k.shape[2],
             workers=workers,
             stretch=-(-tiles // pieces),
             tiles=tiles,

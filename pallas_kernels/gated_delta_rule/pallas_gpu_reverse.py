@@ -22,56 +22,86 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.array_types import Array, Float
-from pallas_kernels.gated_delta_rule.pallas_gpu_feed import buffer, copies_and_attention, copy_tile
 from pallas_kernels.gated_delta_rule.pallas_gpu_scan import workers_of
 from pallas_kernels.gated_delta_rule.pallas_gpu_split import Halves, map_shapes, store_map
 from pallas_kernels.gated_delta_rule.pallas_gpu_tiles import (
+    BETA,
     CARRY_IN,
     CARRY_OUT,
     READ_ONLY_SMEM,
     TILE,
     WGMMA,
     columns,
+    decay_tile,
     left_operand,
     product,
     swizzled,
     wide,
 )
-from pallas_kernels.pallas_gpu_hopper import products
 
 _STAGES = 2
 
 
 def _stretch(
     q_ref, k_ref, do_ref, a_ref, gates_ref, kq, do, a, gates, m, loaded, attended, consumed, used,
-    *, pane, piece, workers, stretch, tiles, pieces, scale, segmented, interpret,
+    *, pane, piece, group, workers, stretch, tiles, pieces, scale, segmented, interpret,
     begin, round_state, keep, finish,
 ):  # fmt: skip
     """One stretch. `begin(panel)` gives dS^T [64, K] of 64 columns, and what to multiply dO with;
     `round_state(tile, panel, dS)` gives dS in bf16, in registers or shared memory, `keep(tile,
     panel, that, dV)` takes what a tile leaves behind, `finish(panel, dS)` the last dS."""
     row, head = (lax.axis_index(name) for name in ("row", "head"))
+    key_head = lax.div(head, jnp.int32(group))
     worker = lax.axis_index("worker")
     only_one = m.shape[0] == 1  # tile M in shared memory, not one a stage
+
+    def attention(step):
+        return m.at[lax.rem(step, jnp.int32(m.shape[0]))]
 
     first = (pieces - 1 - piece) * stretch
     count = jnp.minimum(stretch, tiles - first)
 
     def load(step, slot):
-        # Panels past V carry T^T, not R: any dO will do, it is multiplied by zero.
-        last = do_ref.shape[-1] // TILE - 1
-        panels = [jnp.minimum(pane * workers + w, last) * TILE for w in range(workers)]
-        sources, targets = (q_ref, k_ref, do_ref, a_ref, gates_ref), (kq, do, a, gates)
-        place = {"row": row, "head": head, "tile": first + count - 1 - step, "panels": panels}
-        copy_tile(sources, targets, slot, loaded.at[slot], **place)
+        tile = first + count - 1 - step
+        tokens = pl.ds(tile * TILE, TILE)
+        barrier = loaded.at[slot]
+        keys, queries = kq.at[slot, pl.ds(0, TILE)], kq.at[slot, pl.ds(TILE, TILE)]
+        plgpu.copy_gmem_to_smem(k_ref.at[row, tokens, key_head], keys, barrier)
+        plgpu.copy_gmem_to_smem(q_ref.at[row, tokens, key_head], queries, barrier)
+        for w in range(workers):
+            # Panels past V carry T^T, not R: any dO will do, it is multiplied by zero.
+            last = do_ref.shape[-1] // TILE - 1
+            panel = pl.ds(jnp.minimum(pane * workers + w, last) * TILE, TILE)
+            plgpu.copy_gmem_to_smem(do_ref.at[row, tokens, head, panel], do.at[slot, w], barrier)
+        plgpu.copy_gmem_to_smem(a_ref.at[row, head, tile], a.at[slot], barrier)
+        plgpu.copy_gmem_to_smem(gates_ref.at[row, head, tile], gates.at[slot], barrier)
 
     @pl.when(worker == workers)
     def _copies_and_attention():
         if workers == 2:
             plgpu.set_max_registers(88, action="decrease")
-        barriers = loaded, attended, consumed, used
-        options = {"scale": scale, "segmented": segmented, "interpret": interpret}
-        copies_and_attention(load, count, kq, gates, m, *barriers, **options)
+        for step in range(_STAGES):
+            pl.when(step < count)(functools.partial(load, step, step))
+
+        @pl.loop(0, count)
+        def _tile(step):
+            slot = lax.rem(step, jnp.int32(_STAGES))
+            plgpu.barrier_wait(loaded.at[slot])
+            keys, queries = kq.at[slot, pl.ds(0, TILE)], kq.at[slot, pl.ds(TILE, TILE)]
+            scores = product(interpret, queries, keys.transpose((1, 0)))
+            scores = scores * decay_tile(gates.at[slot], segmented, strict=False)
+            scores = scores * (columns(gates.at[slot, BETA]) * scale)
+            if only_one:
+                pl.when(step > 0)(lambda: plgpu.barrier_wait(used))
+            attention(step)[...] = scores.astype(jnp.bfloat16)
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(attended.at[slot])
+
+            @pl.when((step > 0) & (step - 1 + _STAGES < count))
+            def _refill():
+                free = lax.rem(step - 1, jnp.int32(_STAGES))
+                plgpu.barrier_wait(consumed.at[free])
+                load(step - 1 + _STAGES, free)
 
     @pl.when(worker < workers)
     def _gradients():
@@ -86,26 +116,20 @@ def _stretch(
             keys, queries = kq.at[slot, pl.ds(0, TILE)], kq.at[slot, pl.ds(TILE, TILE)]
             tile = first + count - 1 - step
             half = round_state(tile, panel, dstate)
-            dout = do.at[slot, worker].transpose((1, 0))
+            derrors = product(interpret, half, keys.transpose((1, 0)))
+            derrors = derrors * columns(gates.at[slot, CARRY_OUT])
+            dout = plgpu.load(do.at[slot, worker].transpose((1, 0)), layout=WGMMA)
+            if weight is not None:
+                dout = (dout.astype(jnp.float32) * weight).astype(jnp.bfloat16)
             plgpu.barrier_wait(attended.at[slot])
-            # What does not wait for dS is in flight beside what does.
-            (written, given), carry_out = products(
-                interpret,
-                ([(half, keys.transpose((1, 0)))], None),
-                ([(dout, buffer(m, step))], None),
-                meanwhile=lambda: columns(gates.at[slot, CARRY_OUT]),
-            )
+            derrors = product(interpret, dout, attention(step), derrors)
             if only_one:
                 pl.when(step + 1 < count)(lambda: plgpu.barrier_arrive(used))
-            derrors = written * carry_out + (given if weight is None else given * weight)
+            dv = product(interpret, derrors.astype(jnp.bfloat16), a.at[slot])
             carry_in = columns(gates.at[slot, CARRY_IN])
-            read_scale = carry_in * (scale if weight is None else scale * weight)
-            read = plgpu.load(dout, layout=WGMMA).astype(jnp.float32) * read_scale
-            (dv, dstate), _ = products(
-                interpret,
-                ([(derrors.astype(jnp.bfloat16), a.at[slot])], None),
-                ([(read.astype(jnp.bfloat16), queries)], dstate * gates[slot, CARRY_IN, TILE - 1]),
-            )
+            dstate = dstate * gates[slot, CARRY_IN, TILE - 1]
+            read = (dout.astype(jnp.float32) * (carry_in * scale)).astype(jnp.bfloat16)
+            dstate = product(interpret, read, queries, dstate)
             dstate = product(interpret, (-dv * carry_in).astype(jnp.bfloat16), keys, dstate)
 
             @pl.when(step + _STAGES < count)  # otherwise nobody waits for the slot
@@ -235,6 +259,7 @@ def summarise_reversed(
     *r, high, low = plgpu.kernel(
         functools.partial(
             _summarise_kernel,
+            group=heads // k.shape[2],
             workers=workers,
             stretch=-(-tiles // pieces),
             tiles=tiles,
@@ -287,6 +312,7 @@ def reverse(
     return plgpu.kernel(
         functools.partial(
             _reverse_kernel,
+            group=heads // k.shape[2],
             workers=workers,
             stretch=-(-tiles // pieces),
             tiles=tiles,

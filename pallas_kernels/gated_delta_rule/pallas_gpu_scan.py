@@ -22,20 +22,20 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.array_types import Array, Float
-from pallas_kernels.gated_delta_rule.pallas_gpu_feed import buffer, copies_and_attention, copy_tile
 from pallas_kernels.gated_delta_rule.pallas_gpu_tiles import (
+    BETA,
     CARRY_IN,
     CARRY_OUT,
     READ_ONLY_SMEM,
     TILE,
     WGMMA,
     columns,
+    decay_tile,
     left_operand,
     product,
     swizzled,
     wide,
 )
-from pallas_kernels.pallas_gpu_hopper import products
 
 
 def errors_of(interpret, read, values, carry_in, a):
@@ -44,10 +44,10 @@ def errors_of(interpret, read, values, carry_in, a):
     return product(interpret, residual.astype(jnp.bfloat16), a.transpose((1, 0)))
 
 
-def advancing(state, errors, keys, gates):
-    """The term of `products` that is the state leaving a tile, transposed [64, K]."""
+def advance(interpret, state, errors, keys, gates):
+    """The state leaving a tile, transposed [64, K]."""
     kept = (errors * columns(gates.at[CARRY_OUT])).astype(jnp.bfloat16)
-    return [(kept, keys)], state * gates[CARRY_IN, TILE - 1]
+    return product(interpret, kept, keys, state * gates[CARRY_IN, TILE - 1])
 
 
 def _kernel(
@@ -56,27 +56,57 @@ def _kernel(
     kq, v, a, gates, m, o,  # shared memory
     loaded, attended, consumed, used,  # barriers
     *copies,  # of the workers' states, where they are wide
-    stages, workers, stretch, tiles, scale, segmented, interpret,
+    group, stages, workers, stretch, tiles, scale, segmented, interpret,
 ):  # fmt: skip
     row, head, pane, piece = (lax.axis_index(name) for name in ("row", "head", "pane", "piece"))
+    key_head = lax.div(head, jnp.int32(group))
     worker = lax.axis_index("worker")
     first = piece * stretch
     count = jnp.minimum(stretch, tiles - first)
     only_one = m.shape[0] == 1  # tile M in shared memory, not one a stage
 
+    def attention(step):
+        return m.at[lax.rem(step, jnp.int32(m.shape[0]))]
+
     def load(step, slot):
-        panels = [(pane * workers + w) * TILE for w in range(workers)]
-        sources, targets = (q_ref, k_ref, v_ref, a_ref, gates_ref), (kq, v, a, gates)
-        place = {"row": row, "head": head, "tile": first + step, "panels": panels}
-        copy_tile(sources, targets, slot, loaded.at[slot], **place)
+        tokens = pl.ds((first + step) * TILE, TILE)
+        barrier = loaded.at[slot]
+        keys, queries = kq.at[slot, pl.ds(0, TILE)], kq.at[slot, pl.ds(TILE, TILE)]
+        plgpu.copy_gmem_to_smem(k_ref.at[row, tokens, key_head], keys, barrier)
+        plgpu.copy_gmem_to_smem(q_ref.at[row, tokens, key_head], queries, barrier)
+        for w in range(workers):
+            panel = pl.ds((pane * workers + w) * TILE, TILE)
+            plgpu.copy_gmem_to_smem(v_ref.at[row, tokens, head, panel], v.at[slot, w], barrier)
+        plgpu.copy_gmem_to_smem(a_ref.at[row, head, first + step], a.at[slot], barrier)
+        plgpu.copy_gmem_to_smem(gates_ref.at[row, head, first + step], gates.at[slot], barrier)
 
     @pl.when(worker == workers)
     def _copies_and_attention():
         if workers == 2:
             plgpu.set_max_registers(88, action="decrease")
-        barriers = loaded, attended, consumed, used
-        options = {"scale": scale, "segmented": segmented, "interpret": interpret}
-        copies_and_attention(load, count, kq, gates, m, *barriers, **options)
+        for step in range(stages):
+            pl.when(step < count)(functools.partial(load, step, step))
+
+        @pl.loop(0, count)
+        def _tile(step):
+            slot = lax.rem(step, jnp.int32(stages))
+            plgpu.barrier_wait(loaded.at[slot])
+            keys, queries = kq.at[slot, pl.ds(0, TILE)], kq.at[slot, pl.ds(TILE, TILE)]
+            scores = product(interpret, queries, keys.transpose((1, 0)))
+            scores = scores * decay_tile(gates.at[slot], segmented, strict=False)
+            scores = scores * (columns(gates.at[slot, BETA]) * scale)
+            if only_one:
+                pl.when(step > 0)(lambda: plgpu.barrier_wait(used))
+            attention(step)[...] = scores.astype(jnp.bfloat16)
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(attended.at[slot])
+
+            # Refill the slot of the previous tile, once every worker is done with it.
+            @pl.when((step > 0) & (step - 1 + stages < count))
+            def _refill():
+                free = lax.rem(step - 1, jnp.int32(stages))
+                plgpu.barrier_wait(consumed.at[free])
+                load(step - 1 + stages, free)
 
     @pl.when(worker < workers)
     def _states_and_outputs():
@@ -108,17 +138,11 @@ def _kernel(
             operand = kq.at[slot].transpose((1, 0))
             read, (carry_in, values) = product(interpret, half, operand, meanwhile=meanwhile)
             errors = errors_of(interpret, read[:, :TILE], values, carry_in, a.at[slot])
-            leaving = advancing(state, errors, kq.at[slot, pl.ds(0, TILE)], gates.at[slot])
-            if copies:  # registers are short: one product after the other
-                (state,), _ = products(interpret, leaving)
+            state = advance(interpret, state, errors, kq.at[slot, pl.ds(0, TILE)], gates.at[slot])
             plgpu.barrier_wait(attended.at[slot])
             out = read[:, TILE:] * (carry_in * scale)
-            weights = buffer(m, step).transpose((1, 0))
-            reading = ([(errors.astype(jnp.bfloat16), weights)], out)
-            if copies:
-                (out,), _ = products(interpret, reading)
-            else:
-                (state, out), _ = products(interpret, leaving, reading)
+            weights = attention(step).transpose((1, 0))
+            out = product(interpret, errors.astype(jnp.bfloat16), weights, out)
             if only_one:
                 pl.when(step + 1 < count)(lambda: plgpu.barrier_arrive(used))
 
@@ -163,6 +187,7 @@ def scan_tiles(
     stages = 3 if width <= 128 else 2
     body = functools.partial(
         _kernel,
+        group=heads // k.shape[2],
         stages=stages,
         workers=workers,
         stretch=-(-tiles // pieces),

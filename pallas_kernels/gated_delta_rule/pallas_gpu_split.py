@@ -15,8 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.array_types import Array, Float
-from pallas_kernels.gated_delta_rule.pallas_gpu_feed import copy_tile
-from pallas_kernels.gated_delta_rule.pallas_gpu_scan import advancing, errors_of, workers_of
+from pallas_kernels.gated_delta_rule.pallas_gpu_scan import advance, errors_of, workers_of
 from pallas_kernels.gated_delta_rule.pallas_gpu_tiles import (
     CARRY_IN,
     READ_ONLY_SMEM,
@@ -28,11 +27,11 @@ from pallas_kernels.gated_delta_rule.pallas_gpu_tiles import (
     swizzled,
     wide,
 )
-from pallas_kernels.pallas_gpu_hopper import products
 
 Halves = tuple[Array, Array]  # leading and trailing bits, bf16, as [B, H, stretches, V or K, K]
 
-MULTIPROCESSORS = 132  # of the H100 and H200 in their SXM form
+_STAGES = 2
+_MULTIPROCESSORS = 132  # of the H100 and H200 in their SXM form
 
 
 def stretches(batch: int, heads: int, tiles: int, key_width: int, value_width: int) -> int:
@@ -48,7 +47,7 @@ def stretches(batch: int, heads: int, tiles: int, key_width: int, value_width: i
 
         def rounds(width: int, count: int, workers: int = 2) -> int:
             panes = -(-width // (workers * TILE))
-            return -(-batch * heads * panes * count // MULTIPROCESSORS)
+            return -(-batch * heads * panes * count // _MULTIPROCESSORS)
 
         whole = rounds(value_width, pieces, workers_of(key_width, value_width)) * length
         if pieces == 1:
@@ -64,69 +63,69 @@ def stretches(batch: int, heads: int, tiles: int, key_width: int, value_width: i
 def _summarise_kernel(
     k_ref, v_ref, a_ref, gates_ref, b_high_ref, b_low_ref, t_high_ref, t_low_ref,
     k, v, a, gates, loaded, consumed, *copies,
-    workers, stretch, interpret,
+    group, workers, stretch, interpret,
 ):  # fmt: skip
     row, head, pane, piece = (lax.axis_index(name) for name in ("row", "head", "pane", "piece"))
+    key_head = lax.div(head, jnp.int32(group))
     worker = lax.axis_index("worker")
     first = piece * stretch
-    stages = k.shape[0]
 
     def load(step, slot):
-        # Panels past V carry T, not B: any values will do, they are multiplied by zero.
-        last = v_ref.shape[-1] // TILE - 1
-        panels = [jnp.minimum(pane * workers + w, last) * TILE for w in range(workers)]
-        sources, targets = (None, k_ref, v_ref, a_ref, gates_ref), (k, v, a, gates)
-        place = {"row": row, "head": head, "tile": first + step, "panels": panels}
-        copy_tile(sources, targets, slot, loaded.at[slot], **place)
+        tokens = pl.ds((first + step) * TILE, TILE)
+        barrier = loaded.at[slot]
+        plgpu.copy_gmem_to_smem(k_ref.at[row, tokens, key_head], k.at[slot], barrier)
+        for w in range(workers):
+            # Panels past V carry T, not B: any values will do, they are multiplied by zero.
+            last = v_ref.shape[-1] // TILE - 1
+            panel = pl.ds(jnp.minimum(pane * workers + w, last) * TILE, TILE)
+            plgpu.copy_gmem_to_smem(v_ref.at[row, tokens, head, panel], v.at[slot, w], barrier)
+        plgpu.copy_gmem_to_smem(a_ref.at[row, head, first + step], a.at[slot], barrier)
+        plgpu.copy_gmem_to_smem(gates_ref.at[row, head, first + step], gates.at[slot], barrier)
 
-    @pl.when(worker == 0)
-    def _first():
-        for step in range(min(stages, stretch)):
+    @pl.when(worker == workers)
+    def _copies():
+        if workers == 2:
+            plgpu.set_max_registers(40, action="decrease")
+        for step in range(min(_STAGES, stretch)):
             load(step, step)
 
-    base = (pane * workers + worker) * TILE
-    has_values = (base < v_ref.shape[-1]).astype(jnp.float32)
-    shape = (TILE, k.shape[-1])
-    i = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=WGMMA)
-    j = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=WGMMA)
-    state = jnp.where(i + (base - v_ref.shape[-1]) == j, 1.0, 0.0)
+        @pl.loop(0, max(stretch - _STAGES, 0))
+        def _refill(step):
+            slot = lax.rem(step, jnp.int32(_STAGES))
+            plgpu.barrier_wait(consumed.at[slot])
+            load(step + _STAGES, slot)
 
-    def tile(step, state):
-        slot = lax.rem(step, jnp.int32(stages))
-        plgpu.barrier_wait(loaded.at[slot])
-        half = left_operand(state, copies[0].at[worker] if copies else None)
+    @pl.when(worker < workers)
+    def _states():
+        if workers == 2:
+            plgpu.set_max_registers(232, action="increase")
+        base = (pane * workers + worker) * TILE
+        has_values = (base < v_ref.shape[-1]).astype(jnp.float32)
+        shape = (TILE, k.shape[-1])
+        i = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=WGMMA)
+        j = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=WGMMA)
+        state = jnp.where(i + (base - v_ref.shape[-1]) == j, 1.0, 0.0)
 
-        def read_values():
+        def tile(step, state):
+            slot = lax.rem(step, jnp.int32(_STAGES))
+            plgpu.barrier_wait(loaded.at[slot])
+            half = left_operand(state, copies[0].at[worker] if copies else None)
+            read = product(interpret, half, k.at[slot].transpose((1, 0)))
             carry_in = columns(gates.at[slot, CARRY_IN])
             values = plgpu.load(v.at[slot, worker].transpose((1, 0)), layout=WGMMA)
-            return carry_in, values.astype(jnp.float32) * has_values
+            values = values.astype(jnp.float32) * has_values
+            errors = errors_of(interpret, read, values, carry_in, a.at[slot])
+            state = advance(interpret, state, errors, k.at[slot], gates.at[slot])
 
-        operand = k.at[slot].transpose((1, 0))
-        if copies:  # registers are short
-            read = product(interpret, half, operand)
-            carry_in, values = read_values()
-        else:
-            read, (carry_in, values) = product(interpret, half, operand, meanwhile=read_values)
-        errors = errors_of(interpret, read, values, carry_in, a.at[slot])
-        leaving = advancing(state, errors, k.at[slot], gates.at[slot])
-        (state,), _ = products(interpret, leaving)
+            @pl.when(step + _STAGES < stretch)  # otherwise nobody waits for the slot
+            def _release():
+                plgpu.barrier_arrive(consumed.at[slot])
 
-        @pl.when(step + stages < stretch)  # otherwise nobody waits for the slot
-        def _release():
-            plgpu.barrier_arrive(consumed.at[slot])
+            return state
 
-        # The slot of the tile before, which the others are likely to be done with.
-        @pl.when((worker == 0) & (step > 0) & (step - 1 + stages < stretch))
-        def _refill():
-            free = lax.rem(step - 1, jnp.int32(stages))
-            plgpu.barrier_wait(consumed.at[free])
-            load(step - 1 + stages, free)
-
-        return state
-
-    state = lax.fori_loop(0, stretch, tile, state)
-    maps = (b_high_ref, b_low_ref), (t_high_ref, t_low_ref)
-    store_map(*maps, (row, head, piece), base, state)
+        state = lax.fori_loop(0, stretch, tile, state)
+        maps = (b_high_ref, b_low_ref), (t_high_ref, t_low_ref)
+        store_map(*maps, (row, head, piece), base, state)
 
 
 def summarise(
@@ -146,13 +145,10 @@ def summarise(
     tiles, vectors = gates.shape[2:4]
     width = k.shape[-1]
     panels = (value_width + width) // TILE
-    # As many warpgroups a block as registers hold states: their products wait in turn.
-    most = 2 if wide(width) else 4
-    workers = max(w for w in range(1, most + 1) if panels % w == 0)
-    copied = wide(width) or workers == 4  # with four, registers hold the state in fp32 only
-    stages = 2 if copied else 3
+    workers = 2 if panels % 2 == 0 else 1
     body = functools.partial(
         _summarise_kernel,
+        group=heads // k.shape[2],
         workers=workers,
         stretch=-(-tiles // pieces),
         interpret=interpret is not None,
@@ -161,17 +157,17 @@ def summarise(
         body,
         out_type=map_shapes(batch, heads, pieces - 1, value_width, width),
         scratch_types=[
-            swizzled(stages, TILE, width),
-            swizzled(stages, workers, TILE, TILE),
-            swizzled(stages, TILE, TILE),
-            plgpu.SMEM((stages, vectors, TILE), jnp.float32),
-            plgpu.Barrier(num_arrivals=3 + workers, num_barriers=stages),
-            plgpu.Barrier(num_arrivals=workers, num_barriers=stages),
-            *([swizzled(workers, TILE, width)] if copied else []),
+            swizzled(_STAGES, TILE, width),
+            swizzled(_STAGES, workers, TILE, TILE),
+            swizzled(_STAGES, TILE, TILE),
+            plgpu.SMEM((_STAGES, vectors, TILE), jnp.float32),
+            plgpu.Barrier(num_arrivals=3 + workers, num_barriers=_STAGES),
+            plgpu.Barrier(num_arrivals=workers, num_barriers=_STAGES),
+            *([swizzled(workers, TILE, width)] if wide(width) else []),
         ],
         grid=(panels // workers, pieces - 1, heads, batch),
         grid_names=("pane", "piece", "head", "row"),
-        num_threads=workers,
+        num_threads=workers + 1,
         thread_name="worker",
         kernel_name="delta_rule_summarise",
         compiler_params=READ_ONLY_SMEM,

@@ -210,8 +210,7 @@ def test_interpreted_tile_gradients_are_those_of_their_formulas(key, shape):
     padding = ((0, 0), (0, 64 * N - T), (0, 0), (0, buffers * K - V))
     parts = jnp.split(jnp.pad(errors, padding), buffers, axis=-1)
     gates = pack_gates(given["g"], given["beta"], None, given["segment_ids"])
-    options = {"programs": 4, "interpret": plgpu.InterpretGPUParams()}  # one or two tiles each
-    run = functools.partial(tile_gradients, scale=0.1, **options)
+    run = functools.partial(tile_gradients, scale=0.1, interpret=plgpu.InterpretGPUParams())
     *padded, dgates = jax.jit(run)(given["q"], given["k"], do, dv, parts, *states, gates)
     actual = (*(x[:, :T] for x in padded), dgates)
     arrays = (given["q"], given["k"], do, dv, errors, *states)
