@@ -16,6 +16,7 @@ from jhybrid.layers import (
     ShortConv,
     SwiGLU,
     l2_normalise,
+    product,
     rotary_frequencies,
     rotate,
 )
@@ -51,6 +52,30 @@ def test_linear_is_a_matrix_product_in_its_dtype_from_small_normal_weights():
     assert_close(linear(x), x @ weight, 1e-2)
     wide = Linear(400, 300, axes=("embed", "mlp"), rngs=RNGS, wide=True, **dtypes)
     assert wide(x).dtype == jnp.float32
+
+
+@pytest.mark.parametrize("shape", [(8,), (1, 8), (1, 1, 8)])
+def test_a_single_row_is_multiplied_as_one_of_two(shape, key):
+    x, weight, dy = (
+        jax.random.normal(k, size)
+        for k, size in zip(jax.random.split(key, 3), (shape, (8, 5), (*shape[:-1], 5)), strict=True)
+    )
+
+    def one(x, weight):
+        return product(x, weight, jnp.float32)
+
+    def of_two(x, weight):
+        pair = jnp.stack([x.reshape(8), jnp.zeros(8)])
+        return (pair @ weight)[0].reshape(*shape[:-1], 5)
+
+    y, pull = jax.vjp(one, x, weight)
+    expected, pull_two = jax.vjp(of_two, x, weight)
+    assert y.shape == (*shape[:-1], 5)
+    assert_close(y, expected, 1e-6, "y")
+    for name, actual, wanted in zip(("dx", "dweight"), pull(dy), pull_two(dy), strict=True):
+        assert_close(actual, wanted, 1e-6, name)
+    dots = [e for e in jax.make_jaxpr(one)(x, weight).eqns if e.primitive.name == "dot_general"]
+    assert [e.invars[0].aval.shape for e in dots] == [(2, 8)]
 
 
 def test_linear_adds_its_bias():
