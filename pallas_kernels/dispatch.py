@@ -63,12 +63,6 @@ class Candidate:
     names_kept: bool = False
 
 
-def not_run_yet(problem: Any) -> str:
-    """`slower` of kernels that were interpreted and compiled, but have not been seen to run."""
-    del problem
-    return "its kernels have not run on the hardware yet; they run by name"
-
-
 Table = Mapping[str, Candidate]
 
 

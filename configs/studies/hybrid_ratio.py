@@ -1,7 +1,7 @@
 """The study's grid at 12 layers of width 256: eight mixers in four layouts, and the Transformer.
 
 arXiv 2507.06457 at 10 to 15 million parameters, on associative recall, needles and prose, three
-seeds. 33 cells; configs/studies/mini.py is a part of it.
+seeds. 33 cells; configs/studies/mini.py has most of its models on smaller tasks.
 
 Run: python -m jhybrid.study --plan configs/studies/hybrid_ratio.py --workdir studies/hybrid_ratio
 """
