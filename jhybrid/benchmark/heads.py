@@ -229,7 +229,10 @@ def decode(settings: layer.Settings, B: int, T: int, results: Results) -> None:
             return models.time_decoding(graphdef, weights, hidden, state, T)[0]
 
         abstract = nnx.eval_shape(lambda c=config: HybridLM(c, rngs=nnx.Rngs(0)))
-        weight_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(nnx.state(abstract)))
+        read = flatten(nnx.state(abstract))
+        if not config.tied_head:
+            del read["embed"]  # a row of it
+        weight_bytes = sum(x.size * x.dtype.itemsize for x in read.values())
         cache = sum(x.row_bytes + room * x.cache_bytes_per_token for x in memory(abstract, room))
         held.append(B * cache)
         ms = results.attempt("decode", run, rows=B, tokens=T, model=name)

@@ -44,6 +44,7 @@ def initial_state(
     G, K = config.attention.num_kv_heads, config.attention.head_dim
     F = math.ceil(kv_capacity * G) if config.trims else G
     W = (config.sink_blocks + config.local_blocks) * config.block_size
+    room = head_cache.whole_pages(max_length)
 
     def zeros(heads: int, slots: int) -> Array:
         return jnp.zeros((batch, heads, slots, K), dtype)
@@ -52,8 +53,8 @@ def initial_state(
         length=jnp.zeros((batch,), jnp.int32),
         full=jnp.zeros((batch, G), bool),
         refused=jnp.zeros((batch, G), bool),
-        keys=zeros(F, max_length),
-        values=zeros(F, max_length),
+        keys=zeros(F, room),
+        values=zeros(F, room),
         recent=(zeros(G, W), zeros(G, W)) if config.trims else None,
     )
 
@@ -205,7 +206,8 @@ def extend(
     slots, S = whole[0].shape[1:3]
     position = length[:, None] + jnp.arange(q.shape[1])
     new = position < (length + counts)[:, None]
-    head = jnp.argsort(~kept, axis=1, stable=True)[:, :slots]  # of each slot
+    owns = kept & (jnp.cumsum(kept, 1) - 1 == jnp.arange(slots)[:, None, None])  # [F, B, G]
+    used, head = owns.any(-1).T, jnp.argmax(owns, -1).T  # of each slot, [B, F]
     place = jnp.where(new, position, S)
 
     def of_slots(x: Array) -> Array:
@@ -227,14 +229,14 @@ def extend(
         r = q.shape[2] // k.shape[2]
         grouped = q.reshape(*q.shape[:2], k.shape[2], r, -1)
         queries = jnp.take_along_axis(grouped, head[:, None, :, None, None], 2)
-        offset = jnp.broadcast_to(length[:, None], head.shape)
-        o, _ = head_cache.attend(
-            queries.reshape(*q.shape[:2], -1, q.shape[3]),
-            *whole,
-            BlockMask.causal(),
-            offset,
-            implementation=implementation,
-        )
+        flat = queries.reshape(*q.shape[:2], -1, q.shape[3])
+        kernel = {"implementation": implementation}
+        if q.shape[1] == 1:
+            newest = jnp.where(used, length[:, None], -1)  # an unused slot has no page to read
+            o = head_cache.attend_newest(flat, *whole, newest, **kernel)
+        else:
+            offset = jnp.broadcast_to(length[:, None], head.shape)
+            o, _ = head_cache.attend(flat, *whole, BlockMask.causal(), offset, **kernel)
         slot = jnp.clip(jnp.cumsum(kept, 1) - 1, 0)
         o = o.reshape(queries.shape)
         o = jnp.take_along_axis(o, slot[:, None, :, None, None], 2).reshape(q.shape)
