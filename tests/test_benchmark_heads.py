@@ -109,9 +109,9 @@ def test_the_command_times_every_part(run_command, tmp_path, monkeypatch):
         assert row["bound"] == pytest.approx(bound)
         assert row["of_bound"] == pytest.approx(100.0 / ms / bound)
     share = next(row["cache_bytes_of_full"] for row in rows if "cache_bytes_of_full" in row)
-    room = 512 + 2 * 2
+    room = head_cache.whole_pages(512 + 2 * 2)
     held = 0.5 * room + width  # whole caches, and rings
-    assert share == pytest.approx(held / head_cache.whole_pages(room), rel=2e-3)
+    assert share == pytest.approx(held / room, rel=2e-3)
 
 
 @pytest.mark.parametrize(
