@@ -51,6 +51,7 @@ def test_the_router_has_the_published_size():
     params = by_name(nnx.state(router))
     assert sum(value.size for value in params.values()) == 263_682
     assert {value.dtype.name for value in params.values()} == {"float32"}
+    assert router(jnp.zeros((1, 128), "bfloat16")).dtype == jnp.float32
     matrices = [value for value in params.values() if value.ndim == 2]
     assert np.std(np.concatenate([np.ravel(m) for m in matrices])) == pytest.approx(0.02, rel=0.01)
     assert all(not value.any() for name, value in params.items() if name.endswith("bias"))
@@ -298,7 +299,7 @@ def test_full_heads_are_the_backbone():
     assert_close(y, expected, 1e-14)
 
 
-def test_short_rows_teach_the_router_nothing_and_long_ones_do():
+def test_short_rows_are_full_attention_and_teach_the_router_nothing():
     case = build(FA_SSA)
 
     x = inputs(LENGTH, batch=4)
@@ -314,6 +315,9 @@ def test_short_rows_teach_the_router_nothing_and_long_ones_do():
 
     assert rms(router_gradient(0)) < 1e-12  # 1 + 2 blocks: sparse heads see everything
     assert rms(router_gradient(1)) > 1e-3
+    sparse, full = (case(x, None, with_routes(x, [[r, r]] * 4))[0] for r in (0, 1))
+    assert_close(sparse[:, : 3 * BLOCK], full[:, : 3 * BLOCK], 1e-14)
+    assert rms((sparse - full)[:, 3 * BLOCK :]) > 1e-3
 
 
 def test_xattention_that_keeps_all_mass_is_full_attention():
