@@ -121,6 +121,7 @@ def test_the_output_alone_is_that_of_the_op():
         block_sparse_attention_output(q, k, v, mask, window=0)
 
 
+@pytest.mark.covers("block_sparse_attention_output", "splash", how="interpreted")
 @pytest.mark.parametrize("packed", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_splash_matches_the_reference_interpreted(packed):
     arrays = drawn(256, 4, 2, 128)

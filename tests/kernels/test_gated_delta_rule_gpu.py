@@ -147,6 +147,7 @@ def test_without_a_mask_any_chunk_size_is_taken(monkeypatch):
     assert pallas_gpu.unsupported(problem, H200) is None
 
 
+@pytest.mark.covers("gated_delta_rule", "pallas_gpu", how="interpreted")
 @written_for
 @pytest.mark.parametrize(
     ("T", "pieces", "heads", "widths"),

@@ -46,6 +46,7 @@ def by_rule(arguments, fixed, dstate, *, chunk_size):
     return state, pullback(dstate)[0]
 
 
+@pytest.mark.covers("gated_delta_rule_map", "{implementation}")
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
 @pytest.mark.parametrize("case", [PLAIN, MASKED, PACKED], ids=lambda case: case.name)
 def test_the_map_takes_a_state_and_a_gradient_where_the_rule_takes_them(case, implementation, key):

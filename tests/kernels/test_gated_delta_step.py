@@ -73,6 +73,7 @@ def test_float64_stays_float64(float64):
         assert_close(actual[name], reference, accepted("float64")[name], name)
 
 
+@pytest.mark.covers("gated_delta_step", "{implementation}", "forward")
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
 def test_steps_one_after_another_are_the_rule_over_the_row(key, implementation):
     B, T, Hk, H, K, V = 2, 6, 2, 4, 16, 24
