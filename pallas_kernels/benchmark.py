@@ -5,8 +5,9 @@
 For each case of the op's `cases.py` (tag `bench`, or `quick` on a CPU) it prints the forward and
 forward+backward medians, the worst closeness of outputs and of gradients to the reference
 (rms(out - ref) / rms(ref), on one row cut to `--gate-tokens` tokens, reference in fp32 or wider),
-and the compiled memory of forward+backward at T, 2T and 4T. An implementation that is not close
-enough is not timed.
+and the compiled memory of forward+backward at T, 2T and 4T; for cases with `memory_bounds` also
+what is kept from forward to backward and the temporaries beside, with their bounds. An
+implementation that is not close enough is not timed.
 
 With `--peers` also the kernels of the op's `gpu_peers.py`, checked on what they compute, and with
 `--parts` the op's own kernels one by one, in every shape of its `gpu_parts.py`. Cases of a decoding
@@ -34,6 +35,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import dispatch
+from pallas_kernels.memory import Memory, compiled_bytes, describe, kept_bytes
 
 OPS = (
     "gated_delta_rule",
@@ -63,6 +65,8 @@ class Row:
     forward_ms: float | None = None
     forward_backward_ms: float | None = None
     peak_bytes: tuple[int, ...] | None = None  # at T, 2T, 4T
+    memory: Memory | None = None  # of forward+backward
+    memory_bounds: Memory | None = None
     note: str = ""
 
 
@@ -113,21 +117,16 @@ def forward_ms(bound: Bound, case, arguments, integers) -> float:
     return median_ms(lambda: loop(arguments)) / _STEPS
 
 
-def peak_bytes(op: Callable, case, dtype: str, implementation: str) -> int:
+def held_bytes(op: Callable, case, dtype: str, implementation: str) -> tuple[int, Memory | None]:
     """Arguments, results and temporaries of compiled forward+backward, of the forward pass where
-    there is no other; nothing is run."""
+    there is no other; and of both passes what is kept between them. Nothing is run."""
     shapes = jax.eval_shape(lambda key: case.draw(key, dtype), jax.random.key(0))
     bound = Bound(op, case, implementation)
-    lowered = (
-        bound.forward.lower(*shapes[:2])
-        if _forward_only(case)
-        else bound.forward_backward.lower(*shapes)
-    )
-    compiled = lowered.compile()
-    memory = compiled.memory_analysis()
-    if memory is None:
-        raise RuntimeError("this JAX backend reports no memory analysis")
-    return memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
+    if _forward_only(case):
+        return compiled_bytes(bound.forward.lower(*shapes[:2]).compile())[0], None
+    peak, temporaries = compiled_bytes(bound.forward_backward.lower(*shapes).compile())
+    kept, own = kept_bytes(lambda arguments: bound.forward(arguments, shapes[1]), shapes[0])
+    return peak, Memory(kept, max(0, temporaries - own))
 
 
 def _forward_only(case) -> bool:
@@ -201,13 +200,16 @@ def measure(op, case, dtype, implementation, accepted, *, gate_tokens, memory) -
     ]
     if far:
         return dataclasses.replace(row, note=f"not close to the reference: {', '.join(far)}")
-    peaks = [peak_bytes(op, case, dtype, implementation)]
+    peak, held = held_bytes(op, case, dtype, implementation)
+    peaks = [peak]
+    if held is not None and (bounds := getattr(case, "memory_bounds", None)) is not None:
+        row = dataclasses.replace(row, memory=held, memory_bounds=bounds(dtype))
     available = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
     if available and peaks[0] > available:
         needs = f"does not fit: needs {peaks[0] / 2**30:.1f} GiB of {available / 2**30:.1f}"
         return dataclasses.replace(row, peak_bytes=tuple(peaks), note=needs)
     if memory:
-        peaks += [peak_bytes(op, case.times(n), dtype, implementation) for n in (2, 4)]
+        peaks += [held_bytes(op, case.times(n), dtype, implementation)[0] for n in (2, 4)]
     arguments, integers, cotangents = case.draw(jax.random.key(0), dtype)
     bound = Bound(op, case, implementation)
     row = dataclasses.replace(
@@ -323,11 +325,14 @@ def _table_line(row: Row) -> str:
         return "-" if x is None else format(x, form)
 
     peaks = " ".join(f"{x / 2**20:.0f}" for x in row.peak_bytes or ())
+    held = ""
+    if row.memory is not None and row.memory_bounds is not None:
+        held = f"\n    {describe(row.memory, row.memory_bounds)}"
     return (
         f"{row.case:22} {row.shape:34} {row.dtype:9} {row.implementation:20} "
         f"{number(row.closeness_outputs, '9.1e'):>9} {number(row.closeness_gradients, '9.1e'):>9} "
         f"{number(row.forward_ms, '9.3f'):>9} {number(row.forward_backward_ms, '9.3f'):>9} "
-        f" {peaks or '-'}  {row.note}"
+        f" {peaks or '-'}  {row.note}{held}"
     )
 
 

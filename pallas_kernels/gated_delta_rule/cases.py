@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from pallas_kernels.array_types import Array
 from pallas_kernels.blocks import cdiv
 from pallas_kernels.gated_delta_rule.api import Problem
+from pallas_kernels.memory import Memory
 from pallas_kernels.work import Work
 
 _BF16 = {"o": 5e-3, "final_state": 5e-3, "dg": 2e-2, "dbeta": 2e-2, "dwrite_mask": 2e-2}
@@ -88,6 +89,15 @@ class Case:
             flops=(3 if backward else 1) * 6.0 * self.B * self.T * self.H * self.K * self.V,
             bytes=3 * given + 2 * produced if backward else given + produced,
         )
+
+    def memory_bounds(self, dtype: str) -> Memory:
+        """What forward+backward may hold: kept, 1.2 times FlashQLA's q, k, v, g, beta, A and
+        initial state; beside, twice the states of 64-token chunks in `dtype`."""
+        item, states = jnp.dtype(dtype).itemsize, self.B * self.H * self.K * self.V
+        tokens, chunks = self.B * self.T, cdiv(self.T, 64)
+        narrow = 2 * self.Hk * self.K + self.H * (self.V + 64)  # q, k, v, A
+        kept = tokens * (item * narrow + 4 * 2 * self.H) + 4 * states
+        return Memory(int(1.2 * kept), 2 * item * chunks * states)
 
     def times(self, factor: int) -> "Case":
         """The case with `factor` times as many tokens in every row."""

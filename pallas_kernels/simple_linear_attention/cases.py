@@ -10,6 +10,8 @@ from pallas_kernels.gated_delta_rule.cases import accepted as accepted
 class Case(delta_rule.Case):
     """A problem of the gated delta rule whose beta is dropped."""
 
+    memory_bounds = None  # pyright: ignore[reportAssignmentType]  # of what the delta rule keeps
+
     def draw(self, key, dtype):
         """Differentiable arguments, integer arguments, and cotangents of (o, final_state)."""
         arguments, integers, cotangents = super().draw(key, dtype)

@@ -30,7 +30,10 @@ def test_one_command_times_what_runs_here_and_writes_json(tmp_path, capsys):
     assert [row["implementation"] for row in written["rows"]] == ["xla"]
     assert written["rows"][0]["forward_ms"] == rows[0].forward_ms > 0
     assert rows[0].closeness_outputs <= 5e-3
-    assert CASE.name in capsys.readouterr().out
+    assert written["rows"][0]["memory"] == list(rows[0].memory)
+    printed = capsys.readouterr().out
+    assert CASE.name in printed
+    assert "kept for the backward pass" in printed and "temporaries beside" in printed
 
 
 def test_an_implementation_that_is_wrong_is_not_timed():
