@@ -1,7 +1,8 @@
 """What the recurrences' public ops check before anything compiles, each error one line."""
 
 import dataclasses
-from collections.abc import Mapping
+import functools
+from collections.abc import Iterable, Mapping
 
 import jax
 import jax.core
@@ -26,6 +27,15 @@ class Problem:
     chunk_size: int
     write_mask: bool
     segments: bool
+
+
+def zeros(shape: tuple[int, ...], dtype: jnp.dtype, like: Iterable[Array]) -> Array:
+    """Zeros that inside a `shard_map` vary over the mesh axes over which any of `like` varies.
+
+    A scan over the arrays makes such a state of them, and must begin with one.
+    """
+    scalars = (jnp.zeros_like(x, dtype, ()) for x in like)
+    return jnp.broadcast_to(functools.reduce(jnp.add, scalars), shape)
 
 
 def check_recurrence(

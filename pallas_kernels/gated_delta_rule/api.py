@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from pallas_kernels import dispatch
 from pallas_kernels.array_types import Array, Float, Int
 from pallas_kernels.checks import Problem as Problem
-from pallas_kernels.checks import check_recurrence
+from pallas_kernels.checks import check_recurrence, zeros
 from pallas_kernels.gated_delta_rule import pallas_gpu, pallas_tpu, reference, xla
 
 SHAPES = {
@@ -72,7 +72,7 @@ def gated_delta_rule(
     dtype = jnp.float64 if q.dtype == jnp.float64 else jnp.float32
     B, H, K, V = problem.B, problem.H, problem.K, problem.V
     if initial_state is None:
-        initial_state = jnp.zeros((B, H, K, V), dtype)
+        initial_state = zeros((B, H, K, V), dtype, like=(q, k, v, g, beta))
     candidate = dispatch.resolve("gated_delta_rule", IMPLEMENTATIONS, implementation, problem)
     return candidate.run(
         q,

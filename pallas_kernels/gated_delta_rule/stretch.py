@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import dispatch
 from pallas_kernels.array_types import Array, Float, Int
+from pallas_kernels.checks import zeros
 from pallas_kernels.gated_delta_rule.api import gated_delta_rule
 
 
@@ -55,14 +56,14 @@ def gated_delta_rule_map(
     transition]: kernels run where they take values of width V + K. Its outputs are thrown away.
     """
     (B, H, V), K = (v.shape[0], *v.shape[2:]), k.shape[-1]
-    state = jnp.eye(K, V + K, V, dtype=jnp.promote_types(k.dtype, jnp.float32))
+    state = zeros((B, H, K, V + K), jnp.promote_types(k.dtype, jnp.float32), like=(k, v, g, beta))
     _, final = gated_delta_rule(
         k,
         k,
         jnp.pad(v, ((0, 0),) * 3 + ((0, K),)),
         g,
         beta,
-        initial_state=jnp.broadcast_to(state, (B, H, K, V + K)),
+        initial_state=state + jnp.eye(K, V + K, V, dtype=state.dtype),
         write_mask=write_mask,
         segment_ids=segment_ids,
         chunk_size=chunk_size,

@@ -84,7 +84,8 @@ def gated_linear_attention(
     problem = Problem(**dataclasses.asdict(shared), beta=beta is not None, bonus=bonus is not None)
     dtype = jnp.float64 if q.dtype == jnp.float64 else jnp.float32
     if initial_state is None:
-        initial_state = jnp.zeros((problem.B, problem.H, problem.K, problem.V), dtype)
+        shape = (problem.B, problem.H, problem.K, problem.V)
+        initial_state = checks.zeros(shape, dtype, like=(q, k, v, g))
     candidate = dispatch.resolve("gated_linear_attention", IMPLEMENTATIONS, implementation, problem)
     return candidate.run(
         q,

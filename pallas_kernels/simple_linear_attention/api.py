@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import dispatch
 from pallas_kernels.array_types import Array, Float, Int
-from pallas_kernels.checks import check_recurrence
+from pallas_kernels.checks import check_recurrence, zeros
 from pallas_kernels.simple_linear_attention import reference, xla
 
 SHAPES = {
@@ -53,7 +53,8 @@ def simple_linear_attention(
     problem = check_recurrence(arguments, SHAPES, scale=scale, chunk_size=chunk_size)
     dtype = jnp.float64 if q.dtype == jnp.float64 else jnp.float32
     if initial_state is None:
-        initial_state = jnp.zeros((problem.B, problem.H, problem.K, problem.V), dtype)
+        shape = (problem.B, problem.H, problem.K, problem.V)
+        initial_state = zeros(shape, dtype, like=(q, k, v, g))
     candidate = dispatch.resolve(
         "simple_linear_attention", IMPLEMENTATIONS, implementation, problem
     )

@@ -173,22 +173,6 @@ def test_output_and_state_dtypes_follow_the_contract(implementation):
     assert (o.dtype, state.dtype) == (jnp.bfloat16, jnp.float32)
 
 
-def test_vmap_over_rows_is_the_batch():
-    case = BY_NAME["packed"]
-    arguments, integers, cotangents = case.draw(jax.random.key(5), "float32")
-    options = {"implementation": "xla", "chunk_size": case.chunk_size}
-    batched = outputs_and_gradients(arguments, integers, cotangents, **options)
-
-    def rows_of_one(x):
-        return jax.tree.map(lambda x: x[:, None], x)
-
-    by_row = jax.vmap(functools.partial(outputs_and_gradients, **options))(
-        rows_of_one(arguments), rows_of_one(integers), rows_of_one(cotangents)
-    )
-    for name, x in by_row.items():
-        assert_close(x[:, 0], batched[name], 1e-6, name)
-
-
 def test_a_boolean_mask_is_a_mask_of_zeros_and_ones():
     case = BY_NAME["T64"]
     arguments, integers, _ = case.draw(jax.random.key(0), "float32")
