@@ -1,6 +1,6 @@
 """Six mixers in four layouts and the Transformer, small enough for a few minutes of one GPU.
 
-25 cells of three seeds: hybrid_ratio's models over bytes, 10 to 11 M parameters, and 3.3 M tokens a
+25 cells of three seeds: hybrid_ratio's models over bytes, 10 to 11 M parameters, and 4.9 M tokens a
 run of a mixture that much smaller models learned to recall from (docs/experiments.md, chunk routing
 on a CPU). In pieces, the same command until it says that nothing is left:
 python -m jhybrid.study --plan configs/studies/mini.py --workdir studies/mini --minutes 7.5
@@ -45,7 +45,7 @@ def experiment() -> Experiment:
             document_alignment=16,
         ),
         optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=100),
-        training=TrainingConfig(steps=800, log_every_steps=50, checkpoint_every_steps=800),
+        training=TrainingConfig(steps=1200, log_every_steps=50, checkpoint_every_steps=1200),
     )
 
 

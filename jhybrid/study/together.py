@@ -12,7 +12,7 @@ import functools
 import json
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -104,33 +104,57 @@ class SeedProgram:
         self.train = train
 
 
+class Prepared(NamedTuple):
+    """A cell that is ready for its first step."""
+
+    states: TrainState  # a leading axis of S seeds in every array
+    draw: Callable[[Int[Array, ""]], Mapping[str, Array]]  # first step -> the batches of N
+    take: Callable[..., Any]  # `SeedProgram.train`, compiled
+    at_once: int  # N
+    seconds: float  # that all this took
+
+
+def prepare(experiment: Experiment, seeds: Sequence[int]) -> Prepared:
+    """Compiles and initialises. May run in a thread while another cell trains."""
+    began = time.perf_counter()
+    program = SeedProgram(experiment)
+    batches = program.batches
+    seed_array = jnp.asarray(seeds, jnp.uint32)
+    states = program.init(seed_array)
+    at_once = min(experiment.training.log_every_steps, STEPS_AT_ONCE)
+
+    def draw(first: Int[Array, ""]) -> Mapping[str, Array]:
+        return batches.draw_steps(seed_array, batches.arrays, first, at_once)
+
+    drawn = draw(jnp.int32(0))
+    take = program.train.lower(states, drawn, jnp.int32(0)).compile()
+    jax.block_until_ready((states, drawn))
+    return Prepared(states, draw, take, at_once, time.perf_counter() - began)
+
+
 def train(
     experiment: Experiment,
     seeds: Sequence[int],
     folder: Path,
     *,
+    prepared: Prepared | None = None,
     announce: Callable[[str], None] = print,
     stop: Callable[[], bool] = lambda: False,
 ) -> list[Outcome]:
     """The outcome of every seed; `folder` holds what an interrupted cell goes on from.
 
-    A seed has diverged when `training.max_skipped_steps` steps in a row were not finite, or when
-    its loss ends no number or above where it began.
+    `prepared` is what `prepare` made of the same experiment and seeds; it is used up. A seed has
+    diverged when `training.max_skipped_steps` steps in a row were not finite, or when its loss ends
+    no number or above where it began.
 
     Raises Interrupted after saving when `stop()` says so between two logs.
     """
-    began = time.perf_counter()
     settings = experiment.training
-    program = SeedProgram(experiment)
-    batches = program.batches
-    seed_array = jnp.asarray(seeds, jnp.uint32)
+    if prepared is None:
+        prepared = prepare(experiment, seeds)
+    began = time.perf_counter() - prepared.seconds
     saved = _Saved(folder)
-    states, log, before = saved.restore(program.init(seed_array))
-    at_once = min(settings.log_every_steps, STEPS_AT_ONCE)
-    draw = functools.partial(batches.draw_steps, seed_array, batches.arrays)
-    drawn = draw(jnp.int32(0), at_once)
-    take = program.train.lower(states, drawn, jnp.int32(0)).compile()
-    jax.block_until_ready((states, drawn))
+    states, log, before = saved.restore(prepared.states)
     preparing = time.perf_counter() - began
     announce(f"ready to train after {preparing:.0f} s")
     step, spent = log[-1]["step"] if log else 0, before
@@ -139,9 +163,10 @@ def train(
         count = min(until_log, settings.steps - step)
         losses = jnp.zeros(len(seeds), jnp.float32)
         routing = {}
-        for start in range(step, step + count, at_once):
-            taken = jnp.int32(min(at_once, step + count - start))
-            states, sums, routing = take(states, draw(jnp.int32(start), at_once), taken)
+        for start in range(step, step + count, prepared.at_once):
+            taken = jnp.int32(min(prepared.at_once, step + count - start))
+            batches = prepared.draw(jnp.int32(start))
+            states, sums, routing = prepared.take(states, batches, taken)
             losses += sums
         step += count
         log.append(_record(step, losses / count, routing))
