@@ -13,7 +13,7 @@ from pallas_kernels.array_types import Array, Bool, Float, Int
 from pallas_kernels.block_sparse_attention.block_mask import document_starts
 from pallas_kernels.blocks import cdiv, pad_to_multiple, split_chunks
 
-GROUP_TOKENS, MAX_SPANS = 4096, 4
+GROUP_TOKENS, PIECES, MAX_SPANS = 4096, 4, 16
 
 
 def xattention_select(
@@ -53,48 +53,59 @@ def xattention_select(
     B, T, H, K = q.shape
     G = k.shape[2]
     N, tiles = cdiv(T, block_size), block_size // stride
+    # padding tokens, of the row or of its last block, score as zeros
+    none_is_padding = segment_ids is None and T % block_size == 0
     if segment_ids is None:
         segment_ids = jnp.zeros((B, T), jnp.int32)
-    # padding tokens, of the row or of its last block, score as zeros
     real = pad_to_multiple(segment_ids >= 0, block_size, axis=1)
     start = pad_to_multiple(document_starts(segment_ids), block_size, axis=1)
     q, k = (pad_to_multiple(lax.stop_gradient(x), block_size, axis=1) for x in (q, k))
     first_tile, first_block = (_first_start(real, start, size) for size in (stride, block_size))
     factor = (K**-0.5 if scale is None else scale) / stride
 
-    def tiles_of(x, block, blocks, backwards):  # [B, G, H / G or 1, blocks * tiles, stride * K]
-        """Tiles in rows, as products take them, laid out once: each span's keys, each group's
-        queries, straight from where they stand."""
-        tokens = block * block_size, blocks * block_size
-        x, kept = (lax.dynamic_slice_in_dim(y, *tokens, axis=1) for y in (x, real))
-        x = split_chunks(jnp.where(kept[..., None, None], x, 0), stride)
-        x = x[:, :, ::-1] if backwards else x  # the antidiagonal
-        return x.transpose(0, 3, 1, 2, 4).reshape(B, G, -1, blocks * tiles, stride * K)
+    def tiles_of(x, begin, end, blocks, backwards):  # [n, B, G, H / G or 1, blocks * tiles, sK]
+        """The tiles of blocks begin .. end - 1 in rows, as products take them, so many blocks at a
+        time: laid out once, straight from where they stand."""
+        tokens = slice(begin * block_size, end * block_size)
+        x = x[:, tokens]
+        if not none_is_padding:
+            x = jnp.where(real[:, tokens, None, None], x, 0)
+        x = x.reshape(B, -1, blocks * tiles, stride, G, x.shape[2] // G, K)
+        x = x[:, :, :, ::-1] if backwards else x  # the antidiagonal
+        return x.transpose(1, 0, 4, 5, 2, 3, 6).reshape(
+            -1, B, G, *x.shape[5:6], blocks * tiles, stride * K
+        )
 
     spans = _spans(N, block_size)
-    keys = [tiles_of(k, begin, end - begin, False)[:, :, 0] for begin, end, _ in spans]
+    pieces = _pieces(spans)
+    keys = [tiles_of(k, begin, end, end - begin, True)[0, :, :, 0] for begin, end in pieces]
     masses = []
-    for last, (begin, end, group) in enumerate(spans):
+    for begin, end, group in spans:
+        used = [n for n, (first, _) in enumerate(pieces) if first < end]
+        width = pieces[used[-1]][1]
 
-        def mass_of(i, last=last, end=end, group=group):
-            """Query blocks [i, i + group) against the first `end` key blocks."""
-            rows = tiles_of(q, i, group, True)
+        def mass_of(given, used=used, width=width, group=group):
+            """Query blocks [i, i + group), as rows, against the first `width` key blocks."""
+            i, rows = given
             tile = i * tiles + jnp.arange(group * tiles)
             first = lax.dynamic_slice_in_dim(first_tile, i * tiles, group * tiles, axis=1)
             found = [
-                _weights(rows, near, tile, first, spans[n][0] * tiles, tiles, factor)
-                for n, near in enumerate(keys[: last + 1])
+                _weights(rows, keys[n], tile, first, pieces[n][0] * tiles, tiles, factor)
+                for n in used
             ]
             largest = functools.reduce(jnp.maximum, [peak for _, peak in found])
             weights = [x * jnp.exp(peak - largest)[..., None] for x, peak in found]
-            weight = jnp.concatenate(weights, axis=-1)  # [B, H, tiles, end]
+            weight = jnp.concatenate(weights, axis=-1)  # [B, H, tiles, width]
             total = weight.sum(-1, keepdims=True)
             mass = weight / jnp.where(total == 0, 1, total)
-            return mass.reshape(B, H, group, tiles, end).sum(3)
+            return mass.reshape(B, H, group, tiles, width).sum(3)
 
-        mass = lax.map(mass_of, jnp.arange(begin, end, group))  # [n, B, H, group, end]
-        mass = mass.transpose(1, 2, 0, 3, 4).reshape(B, H, end - begin, end)
-        masses.append(jnp.pad(mass, ((0, 0), (0, 0), (0, 0), (0, N - end))))
+        rows = tiles_of(q, begin, end, group, False)
+        if masses:  # or products of spans are merged, and the scores of all exist at once
+            rows, _ = lax.optimization_barrier((rows, masses[-1]))
+        mass = lax.map(mass_of, (jnp.arange(begin, end, group), rows))  # [n, B, H, group, width]
+        mass = mass.transpose(1, 2, 0, 3, 4).reshape(B, H, end - begin, width)
+        masses.append(jnp.pad(mass, ((0, 0), (0, 0), (0, 0), (0, N - width))))
     return _heaviest(jnp.concatenate(masses, axis=2), first_block, threshold)
 
 
@@ -150,22 +161,35 @@ def _heaviest(
     allowed = ((key <= own) & (key >= first))[:, None]
     forced = allowed & ((key == own) | (key == first))[:, None]
     others = jnp.where(allowed & ~forced, mass, 0)
-    order = jnp.argsort(others, axis=-1, descending=True, stable=True)
-    descending = jnp.take_along_axis(others, order, axis=-1)
+    descending = jnp.sort(others, axis=-1, descending=True)
     before = jnp.cumsum(descending, axis=-1) - descending
     reached = jnp.where(forced, mass, 0).sum(-1, keepdims=True) + before
     count = (reached < threshold * mass.sum(-1, keepdims=True)).sum(-1, keepdims=True)
-    rank = jnp.argsort(order, axis=-1)
-    return allowed & (forced | (rank < count))
+    least = jnp.take_along_axis(descending, jnp.maximum(count - 1, 0), axis=-1)
+    larger = (others > least).sum(-1, keepdims=True)
+    equal = others == least  # of these the earliest, as many as are left to keep
+    kept = (others > least) | (equal & (jnp.cumsum(equal, axis=-1) <= count - larger))
+    return allowed & (forced | (kept & (count > 0)))
 
 
 def _spans(N: int, block_size: int) -> list[tuple[int, int, int]]:
-    """Cuts N query blocks into (begin, end, blocks at a time); a span sees no key after its end."""
-    group = max(1, min(GROUP_TOKENS // block_size, N // (2 * MAX_SPANS)))
+    """Cuts N query blocks into (begin, end, blocks at a time), what is no whole group last.
+
+    There are as many as key pieces, in long rows more: what repeats nothing is laid out in place.
+    """
+    group = max(1, min(GROUP_TOKENS // block_size, N // (2 * PIECES)))
     groups, rest = divmod(N, group)
-    length = max(1, cdiv(groups, MAX_SPANS)) * group
+    most = max(PIECES, min(MAX_SPANS, N * block_size // GROUP_TOKENS))
+    length = max(1, cdiv(groups, most)) * group
     spans = [(i, min(i + length, groups * group), group) for i in range(0, groups * group, length)]
     return spans + [(N - rest, N, rest)] * (rest > 0)
+
+
+def _pieces(spans: list[tuple[int, int, int]]) -> list[tuple[int, int]]:
+    """(begin, end) of the key blocks that are multiplied together."""
+    together = cdiv(len(spans), PIECES)
+    parts = [spans[n : n + together] for n in range(0, len(spans), together)]
+    return [(part[0][0], part[-1][1]) for part in parts]
 
 
 def _check(
