@@ -245,16 +245,14 @@ class ShortConv(nnx.Module):
     ) -> Float[Array, "B T F"]:
         T = x.shape[1]
         weight = jnp.ones((1, 1)) if self.weight is None else upcast(self.weight[...])
-        if tail is None:
-            tail = self.empty_tail(x.shape[0], x.dtype)
-        inputs = upcast(jnp.concatenate([tail, x], 1))
-        y = weight[-1] * inputs[:, self.width - 1 :]
+        y = weight[-1] * upcast(x)
         for distance in range(1, self.width):
-            earlier = inputs[:, self.width - 1 - distance :][:, :T]
+            tap = weight[self.width - 1 - distance]
             if segment_ids is not None:
+                # not a `where`: a scan over layers would keep its masks and zeros, as wide as x
                 theirs = jnp.pad(segment_ids, ((0, 0), (distance, 0)), mode="edge")[:, :T]
-                earlier = jnp.where((theirs == segment_ids)[..., None], earlier, 0)
-            y += weight[self.width - 1 - distance] * earlier
+                tap = (theirs == segment_ids)[..., None] * tap
+            y += tap * upcast(_delayed(x, tail, distance))
         if self.bias is not None:
             y += self.bias[...]
         return jax.nn.silu(y).astype(x.dtype)
@@ -267,6 +265,18 @@ class ShortConv(nnx.Module):
     ) -> Float[Array, "B tail F"]:
         """The tail once the first `count` tokens of each row of x have gone through."""
         return last_inputs(tail, x, count)
+
+
+def _delayed(
+    x: Float[Array, "B T F"], tail: Float[Array, "B tail F"] | None, distance: int
+) -> Float[Array, "B T F"]:
+    """x_{t - distance}; before the row's first token the end of `tail`, or zeros."""
+    T = x.shape[1]
+    before, rest = min(distance, T), x[:, : max(T - distance, 0)]
+    if tail is None:
+        return jnp.pad(rest, ((0, 0), (before, 0), (0, 0)))
+    start = tail.shape[1] - distance
+    return jnp.concatenate([tail[:, start : start + before], rest], 1)
 
 
 def last_inputs(
