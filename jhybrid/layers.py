@@ -255,7 +255,7 @@ class ShortConv(nnx.Module):
             y += tap * upcast(_delayed(x, tail, distance))
         if self.bias is not None:
             y += self.bias[...]
-        return jax.nn.silu(y).astype(x.dtype)
+        return jax.nn.silu(_narrow_gradient(x.dtype, y)).astype(x.dtype)
 
     def tail_after(
         self,
@@ -265,6 +265,29 @@ class ShortConv(nnx.Module):
     ) -> Float[Array, "B tail F"]:
         """The tail once the first `count` tokens of each row of x have gone through."""
         return last_inputs(tail, x, count)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _narrow_gradient(dtype: jnp.dtype, y: Array) -> Array:
+    """y, whose gradient is rounded to `dtype`.
+
+    For gradients that several passes over memory read: by itself XLA keeps them in fp32, and does
+    so as well where a rounding is at once undone; hence the barrier.
+    """
+    return y
+
+
+def _narrow_forward(dtype: jnp.dtype, y: Array) -> tuple[Array, None]:
+    return y, None
+
+
+def _narrow_backward(dtype: jnp.dtype, _: None, cotangent: Array) -> tuple[Array]:
+    if cotangent.dtype == dtype:
+        return (cotangent,)
+    return (jax.lax.optimization_barrier(cotangent.astype(dtype)).astype(cotangent.dtype),)
+
+
+_narrow_gradient.defvjp(_narrow_forward, _narrow_backward)
 
 
 def _delayed(

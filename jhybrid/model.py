@@ -175,10 +175,13 @@ class HybridLM(nnx.Module):
 
     def logits(self, hidden: Float[Array, "... D"]) -> Float[Array, "... vocab"]:
         """fp32 logits; the product is taken in the compute dtype and accumulated in fp32."""
-        head = self.embed[...].T if self.head is None else self.head[...]
         dtype = jnp.dtype(self.config.compute_dtype)
-        wide = jnp.promote_types(dtype, jnp.float32)
-        return jnp.matmul(hidden.astype(dtype), head.astype(dtype), preferred_element_type=wide)
+        return logits_of(hidden.astype(dtype), self.head_weight.astype(dtype))
+
+    @property
+    def head_weight(self) -> Float[Array, "D vocab"]:
+        """The head's matrix, or the embedding's transpose, in `param_dtype`."""
+        return self.embed[...].T if self.head is None else self.head[...]
 
     def _run(
         self,
@@ -238,6 +241,14 @@ class HybridLM(nnx.Module):
             after += new_states
             reports += new_reports
         return x, after, reports
+
+
+def logits_of(
+    hidden: Float[Array, "... D"], head: Float[Array, "D vocab"]
+) -> Float[Array, "... vocab"]:
+    """The product of both, in fp32 or wider."""
+    wide = jnp.promote_types(hidden.dtype, jnp.float32)
+    return jnp.matmul(hidden, head, preferred_element_type=wide)
 
 
 def _routes_of(context: Context, block: int | Int[Array, ""]) -> Bool[Array, "B N H"] | None:

@@ -9,6 +9,7 @@ import pytest
 from chunk_routed_oracle import branches, layer, rms_norm, score_gradient, scores
 from closeness import assert_close
 from flax import nnx
+from jaxprs import equations
 from mixer_cases import CHUNK, ROUTED, Case, build, by_name, inputs, positions
 
 from jhybrid import routing
@@ -263,6 +264,24 @@ def test_forced_routes_follow_the_row_through_prefill_and_decoding():
         context = Context(positions=jnp.array([[t]]), routes=forced(routes).routes)
         y, state, _ = case(x[:, t : t + 1], state, context)
         assert_close(y[:, 0], expected[:, t], 1e-12, f"token {t}")
+
+
+def test_training_and_decoding_never_ask_the_host():
+    case, x = build(ROUTED), inputs(LENGTH)
+    state = case.mixer.initial_state(1, 32)
+
+    def train(x):
+        return case.apply(case.params, x, None, positions(x))[0].sum()
+
+    def decode(x, state):
+        context = Context(positions=state.length[:, None])
+        return case.apply(case.params, x, state, context)[:2]
+
+    steps = jax.make_jaxpr(jax.grad(train))(x), jax.make_jaxpr(decode)(x[:, :1], state)
+    for step in steps:
+        primitives = {equation.primitive.name for equation in equations(step.jaxpr)}
+        assert "dot_general" in primitives
+        assert not any("callback" in name or "outfeed" in name for name in primitives)
 
 
 def test_gumbel_routing_is_hard_random_with_a_key_and_deterministic_without():

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from closeness import assert_close
 from flax import nnx
+from jaxprs import equations
 from tiny_models import SOFTMAX, build, tiny, tokens
 
 from jhybrid.config import MeshConfig
@@ -74,17 +75,26 @@ def test_the_loss_on_eight_devices_equals_one_device():
 
 
 def largest_array(jaxpr) -> int:
-    """Elements of the largest intermediate array of a jaxpr, inner jaxprs included."""
-    found = 0
-    for equation in jaxpr.eqns:
-        found = max([found] + [v.aval.size for v in equation.outvars if hasattr(v.aval, "size")])
-        for inner in jax.tree.leaves(
-            list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")
-        ):
-            inner = getattr(inner, "jaxpr", inner)
-            if hasattr(inner, "eqns"):
-                found = max(found, largest_array(inner))
-    return found
+    """Elements of the largest intermediate array."""
+    found = [v.aval for equation in equations(jaxpr) for v in equation.outvars]
+    return max(aval.size for aval in found if hasattr(aval, "size"))
+
+
+def test_products_of_a_bf16_model_are_bf16_and_its_gradients_near_those_in_fp32():
+    wide = build(tiny(SOFTMAX, loss_chunk_tokens=28))
+    narrow = build(tiny(SOFTMAX, loss_chunk_tokens=28, compute_dtype="bfloat16"))
+    expected = value_and_gradients(next_token_loss, wide, *inputs())
+    actual = value_and_gradients(next_token_loss, narrow, *inputs())
+    for name, value in expected.items():
+        assert_close(actual[name], value, 1e-2, name)
+
+    def total(hidden):
+        return next_token_loss(narrow, hidden, inputs()[1])[0]
+
+    found = equations(jax.make_jaxpr(jax.grad(total))(inputs()[0]).jaxpr)
+    products = [e.invars for e in found if e.primitive.name == "dot_general"]
+    assert len(products) == 4  # logits, and again; gradients of tokens and of the head
+    assert all(x.aval.dtype == jnp.bfloat16 for operands in products for x in operands)
 
 
 def test_logits_of_all_tokens_exist_neither_forwards_nor_backwards():
