@@ -338,13 +338,14 @@ def invert(strict_ref, inverse_ref, dtype: jnp.dtype) -> Iterator[None]:
     """
     registers = (TILE // _ROWS, _ROWS, TILE)
     n, i, j = (jax.lax.broadcasted_iota(jnp.int32, registers, axis) for axis in range(3))
-    near = jnp.where(j // _ROWS == n, strict_ref[...].reshape(registers), 0)
-    i, j = i[:1], j[:1]  # within a register; the same for all
-    differing = i ^ (j % _ROWS)  # its highest bit is the level at which rows i and j meet
+    block = j // _ROWS == n
+    first, j0 = i[:1], j[:1]  # within a register; the same for all
+    differing = first ^ (j0 % _ROWS)  # its highest bit is the level at which rows i and j meet
 
     def below(size: int) -> Array:
         meet = (differing >= size) & (differing < 2 * size)
-        return jnp.where(meet, near, 0).reshape(TILE, TILE)
+        near = strict_ref[...].reshape(registers)
+        return jnp.where(meet & block, near, 0).reshape(TILE, TILE)
 
     identity = jnp.where(j == n * _ROWS + i, 1.0, 0.0).reshape(TILE, TILE)
     inverse_ref[...] = identity - below(1)
