@@ -110,3 +110,13 @@ def copy_ahead(load, steps, stages: int, consumed):
         slot = lax.rem(step, jnp.int32(stages))
         plgpu.barrier_wait(consumed.at[slot])
         load(step + stages, slot)
+
+
+def tile(shape: tuple[int, int]):
+    """Zeros in accumulators."""
+    return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), WGMMA)
+
+
+def vector(rows: int, value: float):
+    """One number for each row of a tile."""
+    return plgpu.layout_cast(jnp.full((rows,), value, jnp.float32), WGMMA.reduce(1))

@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_kernels.array_types import Array, Float, Int
-from pallas_kernels.blocks import cdiv, pad_to_multiple
+from pallas_kernels.blocks import cdiv
 from pallas_kernels.decode_attention.parts import (
     Lists,
     Logits,
@@ -27,7 +28,7 @@ _CHIPS = ("H100", "H200")
 _MULTIPROCESSORS = 132  # of the H100 and H200 in their SXM form
 _SHARED_BYTES = 225 * 1024  # of a multiprocessor, besides the system's and barriers
 _WIDTHS = ((64, 64), (64, 128), (128, 128), (128, 256), (256, 256))  # (K, V)
-_ROWS = 64  # queries of a list, padded: what one warpgroup multiplies
+ROWS = 64  # queries of a list, padded: what one warpgroup multiplies
 STEP = 64  # tokens
 _FEWEST_STEPS = 4  # of a share: below, what a share costs beside its steps is more than it saves
 
@@ -45,8 +46,8 @@ def unsupported(problem: Any, target: Target) -> str | None:
     if problem.C not in (8, 16, 32) and problem.C % STEP:
         return f"pages must have 8, 16, 32 or a multiple of {STEP} tokens, not {problem.C}"
     queries = problem.t * problem.H // problem.G
-    if queries > _ROWS:
-        return f"{queries} queries share a list, at most {_ROWS} do"
+    if queries > ROWS:
+        return f"{queries} queries share a list, at most {ROWS} do"
     return None
 
 
@@ -54,35 +55,35 @@ def stages_and_workers(K: int, V: int) -> tuple[int, int]:
     """Steps in a worker's shared memory, and workers on the chip: two a multiprocessor that hold
     two steps or more each, else one."""
     for workers in (2, 1):
-        stages = (_SHARED_BYTES // workers - 2 * _ROWS * K) // (2 * STEP * (K + V))
+        stages = (_SHARED_BYTES // workers - 2 * ROWS * K) // (2 * STEP * (K + V))
         if stages >= 2:
             return min(stages, 4), workers * _MULTIPROCESSORS
     raise AssertionError(f"two steps of ({K}, {V}) do not fit")
 
 
 class Shares(NamedTuple):
-    """Which worker takes which steps. Worker w writes its part of list n to place n + w."""
+    """The queue of the steps of L lists in equal runs, one for each of `workers`.
 
-    workers: Int[Array, "W 4"]  # first list, number of lists, first step, step after the last
-    lists: Int[Array, "L 4"]  # first step, step after the last, first worker, last worker
+    Worker w writes its part of list n to place n + w. A list without any steps gets one worker,
+    who finds nothing. On scalars in the kernels, on arrays elsewhere.
+    """
 
+    workers: int
+    size: Int[Array, "*_"]  # steps of a worker
 
-def shares(steps: Int[Array, "L"], workers: int) -> Shares:
-    """Cuts the queue of `steps` of each list into equal runs; a list without any gets one worker,
-    who finds nothing."""
-    ends = jnp.cumsum(steps)
-    begins = ends - steps
-    size = jnp.maximum((ends[-1] + workers - 1) // workers, _FEWEST_STEPS)
-    first = jnp.minimum(begins // size, workers - 1)
-    last = jnp.maximum(first, (ends - 1) // size)
-    worker = jnp.arange(workers)[:, None]
-    passed = (last < worker).sum(1)
-    count = ((first <= worker) & (worker <= last)).sum(1)
-    run = worker[:, 0] * size
-    return Shares(
-        jnp.stack([passed, count, run, run + size], axis=1).astype(jnp.int32),
-        jnp.stack([begins, ends, first, last], axis=1).astype(jnp.int32),
-    )
+    @classmethod
+    def of(cls, steps: Int[Array, "*_"], workers: int) -> "Shares":
+        """For so many steps in all."""
+        each = lax.div(steps + (workers - 1), jnp.int32(workers))
+        return cls(workers, jnp.maximum(each, _FEWEST_STEPS))
+
+    def first(self, begin: Int[Array, "*_"]) -> Int[Array, "*_"]:
+        """The first worker of a list whose steps start at `begin` in the queue."""
+        return jnp.minimum(lax.div(begin, self.size), self.workers - 1)
+
+    def last(self, begin: Int[Array, "*_"], end: Int[Array, "*_"]) -> Int[Array, "*_"]:
+        """The last worker of the list of steps `begin` .. `end` - 1."""
+        return jnp.maximum(self.first(begin), lax.div(end - 1, self.size))
 
 
 def attend(
@@ -102,13 +103,22 @@ def attend(
     from pallas_kernels.decode_attention.pallas_gpu_kernels import merged, parts
 
     (B, t, H, K), G, (C, V) = q.shape, pages.shape[1], v_pages.shape[1:]
-    rows = t * H // G
     stages, fitting = stages_and_workers(K, V)
     pieces = max(1, STEP // C)
-    given = Lists.of(pages, starts, positions, group=H // G, entries=pieces, rows=_ROWS)
-    steps = cdiv(C, STEP) * ((given.lengths + pieces - 1) // pieces)
-    dealt = shares(steps, workers or fitting)
-    queries = pad_to_multiple(by_list(q, G), _ROWS, axis=1)
-    arrays = parts(logits, stages, interpret, dealt, given, queries, k_pages, v_pages)
-    o, lse = merged(dealt.lists, *arrays, v_pages.dtype, interpret)
-    return by_head(o[:, :rows], lse[:, :rows], B, t)
+    given = Lists.of(pages, starts, positions, group=H // G, entries=pieces, rows=1)
+    ends = jnp.cumsum(cdiv(C, STEP) * ((given.lengths + pieces - 1) // pieces))
+    queries = by_list(q, G)
+    found = parts(
+        logits,
+        stages,
+        workers or fitting,
+        interpret,
+        ends,
+        given,
+        positions,
+        queries,
+        k_pages,
+        v_pages,
+    )
+    o, lse = merged(ends, *found, workers or fitting, v_pages.dtype, interpret)
+    return by_head(o, lse, B, t)

@@ -1,10 +1,12 @@
 """The two Hopper kernels of decode attention: a worker's parts of its lists, and their merging.
 
-Registers of a thread at V = 128: 64 output, 32 logits, 16 probabilities (bf16 pairs).
+Registers of a thread at V = 128: 64 output, 32 logits, 16 probabilities (bf16 pairs). Only rows of
+queries that there are come from and go to device memory.
 """
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,12 +16,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.array_types import Array, Float, Int
-from pallas_kernels.blocks import cdiv
-from pallas_kernels.decode_attention.pallas_gpu import STEP, Shares
+from pallas_kernels.decode_attention.pallas_gpu import ROWS, STEP, Shares
 from pallas_kernels.decode_attention.parts import Lists, Logits
-from pallas_kernels.pallas_gpu_hopper import WGMMA, over_rows, products, swizzled
+from pallas_kernels.pallas_gpu_hopper import WGMMA, over_rows, products, swizzled, tile, vector
+from pallas_kernels.pallas_gpu_rows import load_first, store_first
 
-_COLUMNS, _AT_ONCE = 32, 4  # of the values a block merges, and parts that it reads at a time
+_AT_ONCE = 64  # parts that are merged at a time
 _LOG2E = 1 / math.log(2)
 
 Ref = Any  # a reference to memory inside a kernel
@@ -28,24 +30,31 @@ Ref = Any  # a reference to memory inside a kernel
 def parts(
     logits: Logits,
     stages: int,
+    workers: int,
     interpret: Any,
-    dealt: Shares,
+    ends: Int[Array, "L"],
     given: Lists,
+    positions: Int[Array, "B t"],
     q: Float[Array, "L r K"],
     k_pages: Float[Array, "P C K"],
     v_pages: Float[Array, "P C V"],
 ) -> tuple[Float[Array, "Q r V"], Float[Array, "Q r"]]:
-    """o and base-2 lse of each worker's part of each list, at `Shares`' places, in fp32."""
+    """o and base-2 lse of each worker's part of each list, at `Shares`' places, in fp32.
+
+    `ends` are those of the lists' steps in the queue; places that nobody writes hold anything.
+    """
     (L, N), (C, K), (rows, V) = given.pages.shape, k_pages.shape[1:], (q.shape[1], v_pages.shape[2])
     size, pieces, cuts = min(C, STEP), max(1, STEP // C), max(1, C // STEP)  # of a step, of a page
-    G, workers = L // given.lowest.shape[0], dealt.workers.shape[0]
-    shape = (rows, STEP)
+    (B, t), interpreted = positions.shape, interpret is not None
+    G, group = L // B, rows // t
+    shape = (ROWS, STEP)
 
-    def kernel(*refs):
-        (table, spans), (pages, starts, _, lowest, positions) = refs[:2], refs[2:7]
-        q, k, v, o, lse, held, keys, values, q_loaded, k_loaded, v_loaded = refs[7:]
+    def kernel(ends, pages, starts, positions, q, k, v, o, lse, *shared):
+        held, keys, values, k_loaded, v_loaded = shared
         worker = lax.axis_index("worker")
-        first, count, low, high = (table[worker, n] for n in range(4))
+        shares = Shares.of(ends[L - 1], workers)
+        low = worker * shares.size
+        high = low + shares.size
 
         def entries(step):
             """Places in a list of the pages of its step `step`, some place where it has none."""
@@ -75,8 +84,9 @@ def parts(
             for piece in range(1, pieces):
                 inside = column >= piece * size
                 position = jnp.where(inside, column + (begins[piece] - piece * size), position)
-            row = positions.at[lax.div(line, jnp.int32(G))]
-            return jnp.where(position <= over_rows(_rows(row), shape), scores, -jnp.inf)
+            row = lax.div(line, jnp.int32(G))
+            newest = load_first(interpreted, positions.at[row], t, (ROWS,), repeat=group)
+            return jnp.where(position <= over_rows(newest, shape), scores, -jnp.inf)
 
         def exponents(scores):
             """Logits in units of log 2."""
@@ -85,21 +95,29 @@ def parts(
             inner = jnp.exp2(scores * (2 * _LOG2E * logits.scale / logits.softcap))
             return (1.0 - 2.0 / (1.0 + inner)) * (logits.softcap * _LOG2E)  # tanh
 
-        @pl.loop(0, count)
-        def _list(n):
-            line = first + n
-            begin, end = spans[line, 0], spans[line, 1]
+        def begin_of(line):
+            return _begin(ends, line)
+
+        first = _count(L, lambda n: shares.last(begin_of(n), ends[n]) < worker)
+        stop = _count(L, lambda n: shares.first(begin_of(n)) <= worker)
+
+        @pl.loop(first, stop)
+        def _list(line):
+            begin, end = begin_of(line), ends[line]
             base = lax.max(low, begin) - begin  # of this list's steps, the first of this worker
             steps = lax.max(lax.min(end, high) - begin - base, jnp.int32(0))
-            plgpu.copy_gmem_to_smem(q.at[line], held, q_loaded)
             for step in range(stages):
 
                 @pl.when(step < steps)
                 def _(step=step):
                     load(pages_of(line, base + step), base + step, step)
 
-            plgpu.barrier_wait(q_loaded)
-            earliest = lowest[lax.div(line, jnp.int32(G))]
+            held[...] = load_first(interpreted, q.at[line], rows, (ROWS, K))
+            plgpu.commit_smem()
+            row = lax.div(line, jnp.int32(G))
+            earliest = lax.fori_loop(
+                1, t, lambda n, x: jnp.minimum(x, positions[row, n]), positions[row, 0]
+            )
 
             def one(step, carry):
                 (total, largest, weight), begins, ahead = carry
@@ -109,7 +127,7 @@ def parts(
                 slot = lax.rem(step, jnp.int32(stages))
                 plgpu.barrier_wait(k_loaded.at[slot])
                 ((scores,), _) = products(
-                    interpret is not None, ([(held, keys.at[slot].transpose((1, 0)))], None)
+                    interpreted, ([(held, keys.at[slot].transpose((1, 0)))], None)
                 )
                 latest = functools.reduce(jnp.maximum, begins) + (size - 1)
                 hide = functools.partial(masked, line, begins)
@@ -124,32 +142,34 @@ def parts(
                 p = p.astype(v.dtype)
                 total, raised, weight, p = lax.optimization_barrier((total, raised, weight, p))
                 plgpu.barrier_wait(v_loaded.at[slot])
-                ((total,), _) = products(interpret is not None, ([(p, values.at[slot])], total))
+                ((total,), _) = products(interpreted, ([(p, values.at[slot])], total))
                 pl.when(step + stages < steps)(
                     functools.partial(load, ahead, base + step + stages, slot)
                 )
                 return (total, raised, weight), next_begins, next_ahead
 
-            nothing = _tile((rows, V)), _vector(rows, -jnp.inf), _vector(rows, 0.0)
+            nothing = tile((ROWS, V)), vector(ROWS, -jnp.inf), vector(ROWS, 0.0)
             start = nothing, begins_of(line, base), pages_of(line, base + stages)
             (total, largest, weight), _, _ = lax.fori_loop(0, steps, one, start)
             some = weight > 0
             weight = jnp.where(some, weight, 1.0)
-            o.at[line + worker][...] = total * over_rows(1.0 / weight, total.shape)
-            lse.at[line + worker][...] = jnp.where(some, largest + jnp.log2(weight), -jnp.inf)
+            total = total * over_rows(1.0 / weight, total.shape)
+            store_first(interpreted, o.at[line + worker], total)
+            log = jnp.where(some, largest + jnp.log2(weight), -jnp.inf)
+            store_first(interpreted, lse.at[line + worker], log)
 
     loaded = functools.partial(plgpu.Barrier, num_arrivals=pieces, num_barriers=stages)
+    places = L + workers - 1 + (_AT_ONCE if interpreted else 0)
     return plgpu.kernel(
         kernel,
         out_type=(
-            jax.ShapeDtypeStruct((L + workers - 1, rows, V), jnp.float32),
-            jax.ShapeDtypeStruct((L + workers - 1, rows), jnp.float32),
+            jax.ShapeDtypeStruct((places, rows, V), jnp.float32),
+            jax.ShapeDtypeStruct((places, rows), jnp.float32),
         ),
         scratch_types=[
-            swizzled(rows, K),
+            swizzled(ROWS, K),
             swizzled(stages, STEP, K),
             swizzled(stages, STEP, V),
-            plgpu.Barrier(),
             loaded(),
             loaded(),
         ],
@@ -159,58 +179,55 @@ def parts(
         # no sum crosses warps
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
         interpret=interpret,
-    )(*dealt, *given, q, k_pages, v_pages)
+    )(ends, given.pages, given.starts, positions, q, k_pages, v_pages)
 
 
 def merged(
-    spans: Int[Array, "L 4"],
+    ends: Int[Array, "L"],
     o: Float[Array, "Q r V"],
     lse: Float[Array, "Q r"],
+    workers: int,
     dtype: Any,
     interpret: Any,
 ) -> tuple[Float[Array, "L r V"], Float[Array, "L r"]]:
-    """o and natural lse of each list from its parts."""
-    L, (rows, V) = spans.shape[0], o.shape[1:]
-    shape = (rows, _COLUMNS)
+    """o and natural lse of each list from its parts, which are the rows of a tile."""
+    L, (rows, V), interpreted = ends.shape[0], o.shape[1:], interpret is not None
+    shape = (_AT_ONCE, V)
 
-    def kernel(spans, parts, logs, o, lse):
-        line, pane = lax.axis_index("list"), lax.axis_index("columns")
-        first, last = spans[line, 2], spans[line, 3]
-        columns = pl.ds(pane * _COLUMNS, _COLUMNS)
-        count = last - first + 1
+    def kernel(ends, parts, logs, o, lse):
+        line, row = lax.axis_index("list"), lax.axis_index("row")
+        begin, end = _begin(ends, line), ends[line]
+        shares = Shares.of(ends[L - 1], workers)
+        first = shares.first(begin)
+        count = shares.last(begin, end) - first + 1
+        number = plgpu.broadcasted_iota(jnp.int32, (_AT_ONCE,), 0, layout=WGMMA.reduce(1))
 
         def some(n, carry):
             total, largest, weight = carry
-            found = []
-            for m in range(_AT_ONCE):
-                entry = n * _AT_ONCE + m
-                place = line + first + lax.min(entry, count - 1)
-                part = plgpu.load(
-                    parts.at[place, pl.ds(0, rows), columns], layout=WGMMA, optimized=False
-                )
-                none = jnp.where(entry < count, 0.0, -jnp.inf)
-                found.append((part, _rows(logs.at[place]) + none))
-            raised = functools.reduce(jnp.maximum, [log for _, log in found], largest)
+            entry = n * _AT_ONCE
+            left = jnp.minimum(count - entry, _AT_ONCE)
+            places = pl.ds(line + first + entry, _AT_ONCE)
+            log = load_first(interpreted, logs.at[places, row], left, (_AT_ONCE,))
+            log = jnp.where(number < left, log, -jnp.inf)
+            raised = jnp.maximum(largest, log.max())
             base = jnp.where(raised == -jnp.inf, 0.0, raised)
+            share = jnp.exp2(log - base)
+            part = load_first(interpreted, parts.at[places, row], left, shape)
+            if interpreted:
+                part = jnp.where(number[:, None] < left, part, 0.0)
             shrink = jnp.exp2(largest - base)
-            total, weight = total * over_rows(shrink, shape), weight * shrink
-            for part, log in found:
-                share = jnp.exp2(log - base)
-                total, weight = total + over_rows(share, shape) * part, weight + share
-            return total, raised, weight
+            total = total * shrink + (over_rows(share, shape) * part).sum(axis=0)
+            return total, raised, weight * shrink + share.sum()
 
-        empty = _tile(shape), _vector(rows, -jnp.inf), _vector(rows, 0.0)
+        nothing = plgpu.layout_cast(jnp.zeros((V,), jnp.float32), WGMMA.reduce(0))
         groups = lax.div(count + (_AT_ONCE - 1), jnp.int32(_AT_ONCE))
+        empty = nothing, jnp.float32(-jnp.inf), jnp.float32(0.0)
         total, largest, weight = lax.fori_loop(0, groups, some, empty)
         seen = weight > 0
         weight = jnp.where(seen, weight, 1.0)
-        result = total * over_rows(1.0 / weight, shape)
-        o.at[line, pl.ds(0, rows), columns][...] = result.astype(dtype)
-
-        @pl.when(pane == 0)
-        def _():
-            natural = (largest + jnp.log2(weight)) * math.log(2)
-            lse.at[line][...] = jnp.where(seen, natural, -jnp.inf)
+        o.at[line, row][...] = (total * (1.0 / weight)).astype(dtype)
+        natural = (largest + jnp.log2(weight)) * math.log(2)
+        lse[line, row] = jnp.where(seen, natural, -jnp.inf)
 
     return plgpu.kernel(
         kernel,
@@ -218,22 +235,28 @@ def merged(
             jax.ShapeDtypeStruct((L, rows, V), dtype),
             jax.ShapeDtypeStruct((L, rows), jnp.float32),
         ),
-        grid=(L, cdiv(V, _COLUMNS)),
-        grid_names=("list", "columns"),
+        grid=(L, rows),
+        grid_names=("list", "row"),
         kernel_name="decode_attention_merged",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
-    )(spans, o, lse)
+    )(ends, o, lse)
 
 
-def _rows(ref: Ref) -> Array:
-    """One number for each row of a warpgroup, from device memory."""
-    return plgpu.load(ref, layout=WGMMA.reduce(1), optimized=False)
+def _begin(ends: Ref, line: Array) -> Array:
+    """The first step of a list in the queue."""
+    return jnp.where(line > 0, ends[jnp.maximum(line - 1, 0)], 0)
 
 
-def _vector(rows: int, value: float) -> Array:
-    return plgpu.layout_cast(jnp.full((rows,), value, jnp.float32), WGMMA.reduce(1))
+def _count(most: int, holds: Callable[[Array], Array]) -> Array:
+    """How many of 0 .. most - 1 fulfil a condition that holds for the smallest of them alone."""
 
+    def halve(_, found):
+        low, high = found
+        middle = jnp.minimum(lax.div(low + high, jnp.int32(2)), most - 1)
+        inside = (low < high) & holds(middle)
+        return jnp.where(inside, middle + 1, low), jnp.where(
+            inside, high, jnp.minimum(middle, high)
+        )
 
-def _tile(shape: tuple[int, int]) -> Array:
-    return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), WGMMA)
+    return lax.fori_loop(0, most.bit_length(), halve, (jnp.int32(0), jnp.int32(most)))[0]
