@@ -22,8 +22,8 @@ _FORWARD: tuple[dict, ...] = (
     {"take_turns": False},
     {"step": 64, "stages": 4},
 )
-_DQ: tuple[dict, ...] = ({}, {"take_turns": False}, {"stages": 3}, {"stages": 2, "tiles": 2})
-_DKV: tuple[dict, ...] = ({}, {"take_turns": False}, {"stages": 3}, {"stages": 2, "tiles": 2})
+_DQ: tuple[dict, ...] = ({}, {"take_turns": True}, {"stages": 3}, {"stages": 2, "tiles": 2})
+_DKV: tuple[dict, ...] = ({}, {"take_turns": True}, {"stages": 3}, {"stages": 2, "tiles": 2})
 
 
 def variants(plan: Plan, changes: tuple[dict, ...]) -> Iterator[tuple[str, Plan]]:

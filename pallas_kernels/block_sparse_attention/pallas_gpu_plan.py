@@ -40,7 +40,7 @@ class Plan(NamedTuple):
     slices: int = 1  # warpgroups that share rows and split the columns of the results
     tiles: int = 1  # in shared memory at once, for each lane: 2 load the next during the last
     blocks: int = MULTIPROCESSORS  # of threads, which claim tiles until none is left
-    take_turns: bool = True  # of two warpgroups one multiplies while the other exponentiates
+    take_turns: bool = False  # of two warpgroups one multiplies while the other exponentiates
 
     @property
     def workers(self) -> int:
@@ -103,7 +103,6 @@ def plans(mask: BlockMask, K: int, V: int, ids: bool) -> Plans:
                     stages=depth[1],
                     lanes=lanes,
                     tiles=depth[0],
-                    take_turns=query > ROWS,
                 )
         return by_query(ROWS, step, resident, enough)
 
@@ -112,8 +111,9 @@ def plans(mask: BlockMask, K: int, V: int, ids: bool) -> Plans:
     streamed = ROWS * (token + 8 + 4 * ids)
     depth = depths(lanes * key_tile * token, lanes * streamed, 3)
     assert depth is not None, (K, V)
+    forward = by_query(query, 64 if wide or query == ROWS else 128, 2 * K, 2)
     return Plans(
-        forward=by_query(query, 64 if wide or query == ROWS else 128, 2 * K, 2),
+        forward=forward._replace(take_turns=forward.tile > ROWS),  # dq, dk and dv: slower with
         dq=by_query(query, 64, token, 3),
         dkv=Plan(
             Tiling(query, key_tile),
@@ -123,7 +123,6 @@ def plans(mask: BlockMask, K: int, V: int, ids: bool) -> Plans:
             lanes=lanes,
             slices=2 if wide else 1,
             tiles=depth[0],
-            take_turns=key_tile > ROWS,
         ),
     )
 
