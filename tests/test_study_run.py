@@ -228,16 +228,15 @@ def plan(tmp_path):
 
 def test_a_study_runs_from_its_plan_to_its_report(plan, run_command, tmp_path, monkeypatch):
     """Two mixers at two ratios with two seeds, in two shards; the report shows the table."""
-    # XLA complains on stderr of slow compilation on a busy machine: it need not be empty
     workdir = tmp_path / "work"
     arguments = ("--plan", plan, "--workdir", workdir)
     status, out, err = run_command(command, *arguments, "--minutes", "1e-9")
-    assert status == 0 and "failed" not in err and "0 of 8 runs have a result" in out
+    assert (status, err) == (0, "") and "0 of 8 runs have a result" in out
     assert "stopped; the same command goes on from there" in out
     status, out, err = run_command(command, *arguments, "--shard", "0/2")
-    assert status == 0 and "failed" not in err and "4 of 8 runs have a result" in out
+    assert (status, err) == (0, "") and "4 of 8 runs have a result" in out
     status, out, err = run_command(command, *arguments, "--shard", "1/2")
-    assert status == 0 and "failed" not in err and "8 of 8 runs have a result" in out
+    assert (status, err) == (0, "") and "8 of 8 runs have a result" in out
 
     rows = json.loads((workdir / "table.json").read_text())
     with (workdir / "table.csv").open() as file:
@@ -283,7 +282,7 @@ def test_a_study_runs_from_its_plan_to_its_report(plan, run_command, tmp_path, m
 
     monkeypatch.setattr(together, "train", no_more)
     status, out, err = run_command(command, *arguments)
-    assert status == 0 and "failed" not in err and out.count("seeds none to do") == 4
+    assert (status, err) == (0, "") and out.count("seeds none to do") == 4
     assert json.loads((workdir / "table.json").read_text()) == rows
 
     experiment, _ = load_model(workdir / "runs" / "retnet_2-1_seed1" / "model")
